@@ -162,6 +162,16 @@ def test_a_draft_that_prefill_lacks(framework: str, prompts: Path) -> None:
     assert computed > cold
 
 
+@pytest.mark.parametrize(
+    "how", ['{"temperature": 1, "seed": 3, "top_k": 20, "top_p": 0.9}', '{"repetition": 1.2, "stop": ["the"]}']
+)
+def test_sampling(how: str, prompts: Path) -> None:
+    """Both engines and one undivided draw alike, the first token among them."""
+    told = right("--sampling", how, "--prompt-file", prompts, "--max-new", "24")
+    if "stop" in how:
+        assert any(request["text"].endswith("the") for request in told["requests"])
+
+
 def test_one_rank_sends_what_several_have(prompts: Path) -> None:
     """KVP-PLAN-SPREAD."""
     told = right("--spread", "one", "--prompt-file", prompts, "--max-new", "8")

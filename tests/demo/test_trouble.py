@@ -108,9 +108,9 @@ class Desk:
 
         self.until(ready)
 
-    def ask(self, id: str, text: str) -> None:
-        body = {"id": id, "ticket": write_ticket(new_ticket("prefill")), "prompt": list(text.encode()), "max_new": 4,
-                "temperature": 0.0, "seed": 0}  # fmt: skip
+    def ask(self, id: str, text: str, max_new: int = 4) -> None:
+        ticket = write_ticket(new_ticket("prefill"))
+        body = {"id": id, "ticket": ticket, "prompt": list(text.encode()), "max_new": max_new}
         for op, line in self.lines.items():
             line.send(op, **body)
 
@@ -166,6 +166,20 @@ def test_a_key_is_revoked_and_let_in_again(start: Start, folder: Path, tmp_path:
     desk.ask("again", "Alice")
     desk.until(lambda role, word: word["op"] == "arrived" and word["id"] == "again")
     assert sink.process.exitcode is None
+
+
+def test_a_request_is_dropped_while_it_is_decoded(start: Start, folder: Path, desk: Desk) -> None:
+    """Its pages are free at once, and the next request is served."""
+    for role in ("prefill", "decode"):
+        start(role, "--dir", folder)
+    desk.connected()
+    desk.ask("unwanted", LONG, max_new=400)
+    desk.until(lambda role, word: word["op"] == "tokens" and word["id"] == "unwanted")
+    desk.lines["decode"].send("drop", id="unwanted")
+    word = desk.until(lambda role, word: word["op"] in ("dropped", "finished") and word["id"] == "unwanted")
+    assert (word["op"], word["available"]) == ("dropped", [160, 160])
+    desk.ask("next", "Alice")
+    desk.until(lambda role, word: word["op"] == "finished" and word["id"] == "next")
 
 
 def test_both_engines_are_told_to_sleep_by_their_sockets(start: Start, folder: Path, desk: Desk) -> None:

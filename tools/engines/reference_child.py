@@ -42,6 +42,7 @@ from kvproto_reference.engine.build import torch_runner
 from kvproto_reference.engine.description import TARGET, Layout, cache, hand_over
 from kvproto_reference.engine.prefill import Prefiller
 from kvproto_reference.engine.runner import Chunk, Runner
+from kvproto_reference.engine.sampling import SamplingParams
 from kvproto_reference.engine.sequence import TokenSequence, rows_needed
 from kvproto_reference.engine.speculative import SpeculativeDecoder
 
@@ -135,7 +136,7 @@ class _Served:
             self.step()
 
     def add(self, name: str, tokens: list[int], most: int, params: Any) -> None:
-        sequence = TokenSequence(prompt=tokens, max_new=most, eos=frozenset())
+        sequence = TokenSequence(prompt=tokens, max_new=most, sampling=SamplingParams(ignore_eos=True))
         pages = self.runner.shard.pages(rows_needed(len(tokens), most))
         sequence.tables = [self.pages.allocate(pages)]
         job = self.jobs[name] = _Job(name, sequence)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import attrs
 import torch
 from rich.console import Console
 from rich.live import Live
@@ -20,7 +21,6 @@ from kvproto.errors import KvprotoError
 from .. import smollm2
 from ..cache.memory import device_of
 from ..chat import ChatTemplate
-from ..engine.sampling import SamplingParams
 from ..engine.sequence import SpeculationStats, rows_needed
 from ..engine.undivided import Undivided
 from ..errors import EngineError
@@ -49,7 +49,7 @@ def run(options: DemoOptions, console: Console) -> int:
         sizes = options.page_size, options.max_new, options.chunk, options.speculate
         return tiers.run(_checkpoints(options), *sizes, shown, options)
     tokenizer = shared_tokenizer(*_checkpoints(options))
-    prompts = _prompts(options, tokenizer)
+    prompts = _sampled(_prompts(options, tokenizer), options)
     notes = Notes(None if options.json else console)
     clock = Clock(None if options.json else console)
     with contextlib.ExitStack() as stack:
@@ -100,6 +100,11 @@ def _prompts(options: DemoOptions, tokenizer: Tokenizer) -> list[Prompt]:
     return default_chats(tokenizer, template) if template else default_prompts(options.page_size, tokenizer)
 
 
+def _sampled(prompts: list[Prompt], options: DemoOptions) -> list[Prompt]:
+    """The prompts with the sampling of the command line, if it has any."""
+    return [attrs.evolve(p, sampling=options.sampling) for p in prompts] if options.sampling else prompts
+
+
 def _checkpoints(options: DemoOptions) -> tuple[Path, ...]:
     """Those of the target, and of the draft if there is one."""
     draft = draft_folder(options.draft, options.speculate)
@@ -131,7 +136,7 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
         back_end=options.back_end,
         cold=options.cold_draft == "zero",
     )
-    asked = [(r.prompt.tokens, SamplingParams(temperature=r.prompt.temperature, seed=r.prompt.seed)) for r in served]
+    asked = [(r.prompt.tokens, r.prompt.sampling) for r in served]
     results = dict(zip(served, engine.generate_all(asked, options.max_new), strict=True))
     found = []
     for request in router.requests:
@@ -139,7 +144,7 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
         if result is None:
             found.append(Compared(request, [], SpeculationStats()))
             continue
-        if engine.rounds and not request.prompt.temperature and request.tokens != result.tokens:
+        if engine.rounds and request.prompt.sampling.plain and request.tokens != result.tokens:
             lag = engine.lag(request.prompt.tokens, request.tokens)
         found.append(Compared(request, result.tokens, result.stats, engine.rounds, lag))
     return found

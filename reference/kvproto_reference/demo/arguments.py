@@ -1,11 +1,13 @@
 """Options of `make demo ARGS=...`."""
 
 import argparse
+import json
 from pathlib import Path
 
 import attrs
 
 from .. import smollm2
+from ..engine.sampling import SamplingParams
 from ..errors import EngineError
 from .options import (
     COLD,
@@ -72,6 +74,7 @@ class DemoOptions:
     decode_page_size: int | None = None
     chunk: int = 64
     speculate: int = 4
+    sampling: SamplingParams | None = None
     spread: str = "even"
     cold_draft: str | None = None
     part: int | None = None
@@ -139,6 +142,9 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--pull", action="store_true", help="let decode read what prefill offers (draft feature PULL)")
     add("--intent", action="store_true", help="let decode claim pages when prefill is over (draft feature INTENT)")
     add("--spans", action="store_true", help="let decode claim pages piece by piece while prefill runs (draft SPANS)")
+    how = """how to sample all prompts, such as '{"temperature": 0.8, "top_p": 0.9, "stop": ["."]}'; also seed, top_k,
+        repetition, presence, frequency and ignore_eos (default: greedy, but one prompt)"""
+    add("--sampling", type=_sampling, metavar="JSON", help=how)
     add("--max-new", type=int, default=48, help="tokens to generate for each prompt (default 48)")
     add("--page-size", type=int, default=16, help="tokens per page (default 16)")
     for role in ("prefill", "decode"):
@@ -170,6 +176,19 @@ def parse(argv: list[str] | None) -> DemoOptions:
     if parser.parse_known_args(argv)[0].real:
         parser.set_defaults(**REAL)
     return DemoOptions(**vars(parser.parse_args(argv)))
+
+
+def _sampling(text: str) -> SamplingParams:
+    try:
+        said = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
+    if not isinstance(said, dict):
+        raise argparse.ArgumentTypeError("a JSON object is needed")
+    try:
+        return SamplingParams.of(said)
+    except EngineError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 REAL = {

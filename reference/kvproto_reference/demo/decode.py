@@ -27,7 +27,6 @@ from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefix import PrefixCache
 from ..engine.runner import Chunk
-from ..engine.sampling import SamplingParams
 from ..engine.sequence import TokenSequence, rows_needed
 from ..engine.speculative import SpeculativeDecoder
 from ..engine.world import World
@@ -228,13 +227,18 @@ class DecodeProcess(EngineProcess):
         self._queue.clear()
 
     def on_drop(self, rank: int, word: dict[str, Any]) -> None:
-        """The router has given the request up here: drop it, whether it waits or is being fetched."""
+        """The router has given the request up here: drop it, whether it waits, is being fetched or decoded."""
         for job in [job for job in self._queue if job.id == word["id"]]:
             self._queue.remove(job)
             self._drop(job)
         if (fetching := self._fetching.get(word["id"])) is not None:
             for fetch in fetching.fetches.values():
                 fetch.abort("dropped by the router")
+        for job in [job for job in self._running.values() if job.id == word["id"]]:
+            del self._running[job.sequence]
+            self.rest()
+            self._leave(job.sequence, job.sequence.valid)
+            self.tell("dropped", id=job.id, available=(self.kept or self._prefixes).available)
 
     def _drop(self, job: Job) -> None:
         """Forget a request that waited for pages."""
@@ -250,8 +254,7 @@ class DecodeProcess(EngineProcess):
             self._refuse(word["id"])
             return
         try:
-            sampling = SamplingParams(temperature=word["temperature"], seed=word["seed"])
-            sequence = TokenSequence(prompt=word["prompt"], max_new=word["max_new"], sampling=sampling, eos=self.eos)
+            sequence = self.sequence(word)
             job = Job(word["id"], read_ticket(word["ticket"]), Prompt(word["prompt"]), sequence)
             self.check_room(job.rows)
         except (EngineError, KvprotoError) as error:

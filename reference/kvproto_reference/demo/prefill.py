@@ -15,7 +15,6 @@ from ..engine.description import FIRST
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefill import Prefiller
-from ..engine.sampling import SamplingParams
 from ..engine.sequence import TokenSequence
 from ..engine.world import World
 from ..errors import EngineError, code_of
@@ -96,8 +95,7 @@ class PrefillProcess(EngineProcess):
             prompt, ticket = Prompt(word["prompt"]), read_ticket(word["ticket"])
             requests |= {r: source.request(ticket, prompt) for r, source in self.sources.items()}
             self.check_room(len(prompt))
-            sampling = SamplingParams(temperature=word["temperature"], seed=word["seed"])
-            sequence = TokenSequence(prompt=word["prompt"], max_new=word["max_new"], sampling=sampling, eos=self.eos)
+            sequence = self.sequence(word)
         except (KvprotoError, EngineError) as error:
             for request in requests.values():
                 request.fail(str(error))
@@ -126,7 +124,7 @@ class PrefillProcess(EngineProcess):
                 request.finish(
                     self.tables(sequence),
                     handoff={FIRST: {"token": first.to_bytes(4, "little")}},
-                    finished=first in self.eos,
+                    finished=sequence.stopped,
                     after=self._event(job),
                 )
             self.tell("prefilled", id=job.id, found=job.found)

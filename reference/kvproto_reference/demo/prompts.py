@@ -7,6 +7,7 @@ import attrs
 
 from ..chat import ChatTemplate
 from ..data import documents, load_text, paragraphs
+from ..engine.sampling import SamplingParams
 from ..errors import EngineError
 from ..tokenizer import Tokenizer
 
@@ -17,8 +18,7 @@ class Prompt:
 
     name: str
     tokens: list[int] = attrs.field(repr=False)
-    temperature: float = 0.0
-    seed: int = 0
+    sampling: SamplingParams = attrs.field(factory=SamplingParams)
     said: str = ""
     """What a user said, where a chat template made the prompt from it."""
 
@@ -32,6 +32,7 @@ CHATS = (
     "Write a haiku about the sea.",
 )
 """Default prompts for a model that was trained to chat; {story} is the first page of Alice in Wonderland."""
+_DRAWN = SamplingParams(temperature=0.8, seed=7)
 LONGEST_TOKEN = 8
 """Bytes of text to encode for each token wanted: more than a token of English text has on average."""
 
@@ -50,7 +51,7 @@ def default_prompts(page_size: int, tokenizer: Tokenizer) -> list[Prompt]:
         Prompt(name="several pages", tokens=cut(start, 13 * page_size + 5)),
         Prompt(name="shorter than a page", tokens=cut(start, max(page_size - 5, 1))),
         Prompt(name="ends on a page", tokens=cut(later, 6 * page_size)),
-        Prompt(name="sampled, seed 7", tokens=cut(later + 40, 4 * page_size + 3), temperature=0.8, seed=7),
+        Prompt(name="sampled, seed 7", tokens=cut(later + 40, 4 * page_size + 3), sampling=_DRAWN),
         Prompt(
             name="words of our own",
             tokens=tokenizer.encode(b"The Cheshire Cat said: the cache that you lost is not my"),

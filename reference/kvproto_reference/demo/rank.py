@@ -19,6 +19,7 @@ from ..engine.build import Hosted, torch_hosted
 from ..engine.description import DRAFT, TARGET, geometry
 from ..engine.kept_pages import KeptPages, names_of
 from ..engine.lockstep import Lockstep, Said
+from ..engine.sampling import SamplingParams
 from ..engine.sequence import TokenSequence
 from ..engine.world import World
 from ..errors import EngineError
@@ -39,7 +40,7 @@ class EngineProcess:
     def __init__(self, options: EngineOptions, world: World) -> None:
         self.options, self.ranks = options, options.layout.ranks
         configs, tokenizer, layout = options.configs, options.tokenizer, options.layout
-        self.eos = tokenizer.eos
+        self.tokenizer = tokenizer
         self.device = device_of(options.device(world.rank) if options.framework == "torch" else None)
         """The device on which torch leaves work pending: the host for JAX, whose steps are over when they return."""
         folders = options.folders
@@ -272,6 +273,13 @@ class EngineProcess:
     def on_settled(self, rank: int, word: dict[str, Any]) -> None:
         """A rank has copied and stored the pages that finished requests left."""
         self.tell("settled", rank=rank, left=word["left"], pages=word["pages"])
+
+    def sequence(self, word: dict[str, Any]) -> TokenSequence:
+        """The request that a word of the router asks for; raises EngineError for sampling out of range."""
+        sampling = SamplingParams.of(word.get("sampling", {}))
+        return TokenSequence(
+            prompt=word["prompt"], max_new=word["max_new"], sampling=sampling, tokenizer=self.tokenizer
+        )
 
     def need(self, tokens: int) -> tuple[int, ...]:
         """Pages that `tokens` tokens take on every rank, in each model's pool."""

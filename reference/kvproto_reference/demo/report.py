@@ -108,6 +108,7 @@ def as_json(
             "undivided_tokens": c.tokens, "text": tokenizer.decode(r.tokens).decode("utf-8", "replace"),
             "arrived": r.arrived, "cached": r.cached, "lost": r.lost,
             "acceptance": _length(r.stats), "undivided_acceptance": c.stats.mean_acceptance,
+            **{name: (r.stats or {}).get(name, 0) for name in ("steps", "decoded", "proposed", "accepted")},
             "same_tokens": c.same_tokens, "lag": c.lag, "same_acceptance": c.same_acceptance,
         })  # fmt: skip
     moved = [{"source": s, "sink": d, "group": g, "bytes": n} for (s, d, g), n in sorted(matrix(router).items())]

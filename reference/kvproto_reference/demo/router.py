@@ -183,7 +183,7 @@ class Router:
             here = int(pair[0].partition("-")[2])
             ticket, prompt = new_ticket(self._prefill_name, replica=here, deadline=DEADLINE), request.prompt
             body = {"id": request.id, "ticket": write_ticket(ticket), "prompt": prompt.tokens,
-                    "max_new": request.max_new, "temperature": prompt.temperature, "seed": prompt.seed}  # fmt: skip
+                    "max_new": request.max_new, "sampling": attrs.asdict(prompt.sampling)}  # fmt: skip
             if request.lost:
                 self._note(f"{prompt.name!r} is asked again, with a new ticket")
             for name, op in zip(pair, ("prefill", "decode"), strict=True):

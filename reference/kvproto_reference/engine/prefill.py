@@ -8,7 +8,7 @@ import attrs
 
 from ..errors import EngineError
 from .runner import Chunk, Runner
-from .sampling import sample
+from .sampling import penalized, sample
 from .sequence import TokenSequence
 
 
@@ -70,8 +70,9 @@ class Prefiller:
             self._done[sequence] = stop
             if stop == len(sequence.prompt):
                 del self._done[sequence]
-                greedy = sequence.sampling.greedy
-                first = int(best[i]) if greedy else sample(logits.row(i), sequence.sampling, stop)
+                how, first = sequence.sampling, int(best[i])
+                if not how.plain:
+                    first = sample(penalized(logits.row(i), how, sequence.prompt, ()), how, stop)
                 sequence.append([first])
                 over.append(sequence)
         return over

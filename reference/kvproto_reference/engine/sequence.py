@@ -1,9 +1,11 @@
 """State of one request inside an engine."""
 
+from collections.abc import Sequence
+
 import attrs
 
 from ..errors import EngineError
-from ..tokenizer import BYTES
+from ..tokenizer import BYTES, Tokenizer
 from .sampling import SamplingParams
 
 
@@ -33,12 +35,13 @@ class TokenSequence:
     prompt: list[int]
     max_new: int
     sampling: SamplingParams = attrs.field(factory=SamplingParams)
-    eos: frozenset[int] = BYTES.eos
-    """Tokens that end it."""
+    tokenizer: Tokenizer = BYTES
     tables: list[list[int]] = attrs.field(factory=list)
     """The page table in the pool of each model: of the target, then of the draft, if there is one."""
     generated: list[int] = attrs.field(factory=list)
     stats: SpeculationStats = attrs.field(factory=SpeculationStats)
+    stopped: bool = False
+    """Whether a token that ends a text came, or one of the words of `sampling.stop`."""
 
     def __attrs_post_init__(self) -> None:
         if not self.prompt:
@@ -67,17 +70,31 @@ class TokenSequence:
         return self.max_new - len(self.generated)
 
     @property
-    def finished(self) -> bool:
-        """Whether EOS or max_new was reached."""
-        return self.remaining <= 0 or (bool(self.generated) and self.generated[-1] in self.eos)
+    def ends(self) -> frozenset[int]:
+        """Tokens that end it."""
+        return frozenset() if self.sampling.ignore_eos else self.tokenizer.eos
 
-    def append(self, tokens: list[int]) -> list[int]:
-        """Add generated tokens up to EOS or max_new; returns those that were kept."""
-        kept = tokens[: max(self.remaining, 0)]
-        ends = next((i for i, token in enumerate(kept) if token in self.eos), len(kept))
-        kept = kept[: ends + 1]
-        self.generated.extend(kept)
+    @property
+    def finished(self) -> bool:
+        """Whether its end or max_new was reached."""
+        return self.remaining <= 0 or self.stopped
+
+    def append(self, tokens: Sequence[int]) -> list[int]:
+        """Add generated tokens up to the end of the text or max_new; returns those that were kept."""
+        kept: list[int] = []
+        for token in tokens:
+            if self.finished:
+                break
+            kept.append(token)
+            self.generated.append(token)
+            self.stopped = token in self.ends or self._says_stop()
         return kept
+
+    def _says_stop(self) -> bool:
+        if not self.sampling.stop:
+            return False
+        text = self.tokenizer.decode(self.generated)
+        return any(words.encode() in text for words in self.sampling.stop)
 
 
 def rows_needed(prompt: int, max_new: int) -> int:

@@ -1,6 +1,7 @@
 """Decode steps of a batch: a draft model proposes tokens, the target verifies them in one forward."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from ..errors import EngineError
 from ..tokenizer import BYTES
 from .runner import Chunk, Runner
-from .sampling import Probabilities, SamplingParams, Scores, pick, probabilities, sample, uniform
+from .sampling import Probabilities, SamplingParams, Scores, penalized, pick, probabilities, sample, uniform
 from .sequence import TokenSequence
 
 
@@ -32,7 +33,12 @@ class _Proposal:
     @property
     def open(self) -> bool:
         """Whether the draft may propose another token."""
-        return len(self.tokens) < self.most and self.newest not in self.sequence.eos
+        return len(self.tokens) < self.most and self.newest not in self.sequence.ends
+
+    def scores(self, row: Callable[[int], Scores], index: int, after: int) -> Scores:
+        """The logits [vocab] in a row, penalized for the tokens before: so many of the proposed ones among them."""
+        before = [*self.sequence.generated, *self.tokens[:after]] if self.sequence.sampling.penalizes else ()
+        return penalized(row(index), self.sequence.sampling, self.sequence.prompt, before)
 
 
 class SpeculativeDecoder:
@@ -59,10 +65,9 @@ class SpeculativeDecoder:
             best, at, behind = logits.best(), 0, []
             for p in some:
                 own = best[at : at + len(p.tokens) + 1].tolist()
-                row = lambda i, at=at: logits.row(at + i)  # noqa: E731
-                accepted, extra = verify(
-                    own, row, p.tokens, p.beliefs, p.sequence.sampling, p.start + 1, p.sequence.eos
-                )
+                scores = partial(_scores, p, logits.row, at)
+                ends = p.sequence.ends
+                accepted, extra = verify(own, scores, p.tokens, p.beliefs, p.sequence.sampling, p.start + 1, ends)
                 at += len(own)
                 gained[p.sequence] = self._take(p, accepted, extra)
                 if p.tokens and accepted == len(p.tokens) and extra is not None:
@@ -92,14 +97,19 @@ class SpeculativeDecoder:
                 if not p.open:
                     continue
                 sampling = p.sequence.sampling
-                if sampling.greedy:
+                if sampling.plain:
                     p.tokens.append(int(best[i]))
                 else:
-                    scores = logits.row(i)
+                    scores = p.scores(logits.row, i, len(p.tokens))
                     p.beliefs.append(probabilities(scores, sampling))
                     p.tokens.append(sample(scores, sampling, p.start + len(p.tokens) + 1, "draft"))
             running = [p for p in running if p.open]
         return made
+
+
+def _scores(proposal: _Proposal, row: Callable[[int], Scores], first: int, index: int) -> Scores:
+    """The target's logits [vocab] after `index` proposals of those whose rows begin at `first`."""
+    return proposal.scores(row, first + index, index)
 
 
 def verify(
@@ -113,14 +123,15 @@ def verify(
 ) -> tuple[int, int | None]:
     """The number of accepted proposals, and the target's own next token, or None after an accepted EOS.
 
-    `own` are the target's most likely tokens [len(proposed) + 1], and `scores(i)` its logits [vocab] there, which are
-    needed unless sampling is greedy. `beliefs` are the draft's distributions [vocab] for each proposal; proposal i is
-    at `position + i`. Speculative sampling is that of arXiv 2211.17192.
+    `own` are the target's most likely tokens [len(proposed) + 1], and `scores(i)` its logits [vocab] there after
+    penalties, which are needed unless sampling is plain. `beliefs` are the draft's distributions [vocab] for each
+    proposal; proposal i is at `position + i`. Speculative sampling is that of arXiv 2211.17192.
     """
     for i, token in enumerate(proposed):
         if params.greedy:
-            if own[i] != token:
-                return i, own[i]
+            best = own[i] if params.plain else int(scores(i).argmax())
+            if best != token:
+                return i, best
         else:
             wanted = probabilities(scores(i), params)
             if uniform(params.seed, position + i, "accept") * beliefs[i][token] >= wanted[token]:
@@ -131,4 +142,4 @@ def verify(
         if token in eos:
             return i + 1, None
     last = len(proposed)
-    return last, own[last] if params.greedy else sample(scores(last), params, position + last)
+    return last, own[last] if params.plain else sample(scores(last), params, position + last)

@@ -115,7 +115,7 @@ class TieredEngine:
             for tiers in self.ranks:
                 tiers.step()
             pages = min(lease.pages for lease in leases)
-            sequence = TokenSequence(prompt=[*prompt], max_new=max_new, eos=self.tokenizer.eos)
+            sequence = TokenSequence(prompt=[*prompt], max_new=max_new, tokenizer=self.tokenizer)
             sequence.tables = [
                 [slot * each + i for slot in leases[0].slots for i in range(each)] for each in self._each
             ]

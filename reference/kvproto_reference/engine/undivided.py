@@ -88,8 +88,9 @@ class Undivided:
 
     def generate_all(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]], max_new: int) -> list[Result]:
         """Continue many prompts as one batch, by at most `max_new` tokens each."""
-        eos = self.tokenizer.eos
-        some = [TokenSequence(prompt=list(ids), max_new=max_new, sampling=s, eos=eos) for ids, s in prompts]
+        some = [
+            TokenSequence(prompt=list(ids), max_new=max_new, sampling=s, tokenizer=self.tokenizer) for ids, s in prompts
+        ]
         prefiller = Prefiller(self._target, None if self._cold else self._draft, self._chunk)
         try:
             for sequence in some:
