@@ -6,7 +6,7 @@ CORES := $(shell nproc)
 # One more than there are cores, as tests of processes wait for each other.
 JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 1)))
 
-.PHONY: demo demo-gpu test chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test bench fuzz wild demo-real clean
+.PHONY: demo demo-gpu test chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test models acceptance bench fuzz wild demo-real clean
 # $(VENV)/.X marks that the extras of X are installed. Each target installs only its own.
 $(VENV)/.demo: EXTRAS = torch,cli
 $(VENV)/.test: EXTRAS = torch,cli,test
@@ -90,6 +90,14 @@ wheel: $(VENV)/.demo
 
 wheel-test: wheel $(VENV)/.check
 	@$(PY) -m tools.wheel_test dist/*.whl
+
+# `kvproto describe` against the caches of every causal model of the installed transformers.
+models: $(VENV)/.test
+	@$(PY) -m tools.models $(ARGS)
+
+# What a draft's cache is worth after a hand-over: docs/acceptance.md.
+acceptance: $(VENV)/.demo
+	@$(PY) benchmarks/acceptance.py $(ARGS)
 
 bench: $(VENV)/.demo $(VENV)/.bench
 	@$(PY) benchmarks/codec.py $(ARGS)

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/gpu.md, docs/dcp_gpu.md and docs/tiers.md from benchmarks/results, so that no figure is copied by hand.
+"""Writes the tables of docs/gpu.md, docs/dcp_gpu.md, docs/acceptance.md and docs/tiers.md from benchmarks/results, so that no figure is copied by hand.
 
 `python benchmarks/tables.py [--check]`: what stands between `<!-- table NAME -->` and the next empty line is generated;
 benchmarks/plots.py draws the pages' pictures. --check writes nothing; exit status 1: a table differs from the results.
@@ -263,6 +263,33 @@ def _link(shape: str) -> Callable[[float], float]:
     points = sorted((_received(s["shape"], s["batch"], 2), us(s)["both, peer memory"]) for s in DCP["exchanges"])
     slope, start = np.polyfit(*zip(*points, strict=True), 1)
     return lambda received: float(start + slope * received)
+
+
+# docs/acceptance.md
+
+_ACCEPTANCE = " | " + " | ".join(f"{text}, {n}" for text in ("trained on", "never seen") for n in (24, 96, 320))
+
+
+def _accepted(row: dict[str, Any]) -> Iterator[str]:
+    """Tokens a step, and the share of proposals accepted, by text and length."""
+    for lengths in row["found"].values():
+        for of in lengths.values():
+            yield f"{of['decoded'] / of['steps']:.2f} ({of['accepted'] / of['proposed']:.0%})"
+
+
+@table("acceptance", "ways", "target + draft | the draft's rows" + _ACCEPTANCE)
+def ways() -> Rows:
+    for row in results("acceptance")["rows"]:
+        if row["tp"] == [2, 1]:
+            yield f"{row['target']} + {row['draft']}".upper(), row["way"], *_accepted(row)
+
+
+@table("acceptance", "sizes", "target + draft | TP" + _ACCEPTANCE)
+def sizes() -> Rows:
+    for row in sorted(results("acceptance")["rows"], key=lambda row: (row["target"] == "gqa", row["draft"] == "mla")):
+        if row["way"] == "handed over":
+            here, there = row["tp"]
+            yield f"{row['target']} + {row['draft']}".upper(), f"{here} to {there}", *_accepted(row)
 
 
 # docs/tiers.md
