@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -134,23 +135,17 @@ def parse(argv: list[str] | None) -> DemoOptions:
     gpus = "GPUs of its ranks, in turn; with --transport cuda (default: the {} half) or nixl (default: the host)"
     add("--prefill-devices", metavar="N,N,...", help=gpus.format("first"))
     add("--decode-devices", metavar="N,N,...", help=gpus.format("second"))
-    add("--prompt-file", type=Path, help="prompts separated by blank lines")
-    add("--chat", action="store_true", help="treat each prompt as a user's message, in the model's chat template")
+    _add_prompts(add)
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add("--no-verify", dest="verify", action="store_false", help="leave out feature VERIFY, the checksums")
     add("--pools", choices=POOLS, default="own", help="who allocates the pools: kvproto, or JAX with --transport cuda")
     add("--pull", action="store_true", help="let decode read what prefill offers (draft feature PULL)")
     add("--intent", action="store_true", help="let decode claim pages when prefill is over (draft feature INTENT)")
     add("--spans", action="store_true", help="let decode claim pages piece by piece while prefill runs (draft SPANS)")
-    how = """how to sample all prompts, such as '{"temperature": 0.8, "top_p": 0.9, "stop": ["."]}'; also seed, top_k,
-        repetition, presence, frequency and ignore_eos (default: greedy, but one prompt)"""
-    add("--sampling", type=_sampling, metavar="JSON", help=how)
-    add("--max-new", type=int, default=48, help="tokens to generate for each prompt (default 48)")
     add("--page-size", type=int, default=16, help="tokens per page (default 16)")
     for role in ("prefill", "decode"):
         add(f"--{role}-page-size", type=int, metavar="N", help=f"tokens per page of {role}, if different")
     add("--chunk", type=int, default=64, help="prompt tokens per prefill step (default 64)")
-    add("--speculate", type=int, default=4, help=SPECULATE)
     add_spread(parser)
     add("--cold-draft", choices=COLD, nargs="?", const=COLD[0],
         help="prefill has no draft: decode's begins with zero rows, or computes them (default compute)")  # fmt: skip
@@ -176,6 +171,17 @@ def parse(argv: list[str] | None) -> DemoOptions:
     if parser.parse_known_args(argv)[0].real:
         parser.set_defaults(**REAL)
     return DemoOptions(**vars(parser.parse_args(argv)))
+
+
+def _add_prompts(add: Callable[..., object]) -> None:
+    """Add what is asked, and how it is sampled."""
+    add("--prompt-file", type=Path, help="prompts separated by blank lines")
+    add("--chat", action="store_true", help="treat each prompt as a user's message, in the model's chat template")
+    how = """how to sample all prompts, such as '{"temperature": 0.8, "top_p": 0.9, "stop": ["."]}'; also seed, top_k,
+        repetition, presence, frequency and ignore_eos (default: greedy, but one prompt)"""
+    add("--sampling", type=_sampling, metavar="JSON", help=how)
+    add("--max-new", type=int, default=48, help="tokens to generate for each prompt (default 48)")
+    add("--speculate", type=int, default=4, help=SPECULATE)
 
 
 def _sampling(text: str) -> SamplingParams:
