@@ -89,10 +89,7 @@ class Probe:
 
     @classmethod
     def from_dict(cls, data: Any) -> "Probe":
-        """The inverse of `to_dict`; unknown fields are ignored.
-
-        Raises LocalError: UNSUPPORTED_VERSION, or MISSING_FIELD, BAD_TYPE, OUT_OF_RANGE with the path of what is wrong.
-        """
+        """The inverse of `to_dict`, which ignores unknown fields; raises LocalError with the path of what is wrong."""
         _check_type(data, (dict,), "an object", "")
         if (version := _field(data, "", "kvproto_probe", int)) != 1:
             advice = "probe with this kvproto"
@@ -259,11 +256,7 @@ def _sample(path: BenchPath, run: int, runs: int, seconds: float) -> Sample:
 
 
 def fit(samples: Iterable[Sample]) -> Constants:
-    """The positive constants that fit best, by least squares of the relative errors.
-
-    Of five samples or more, one outlier is left out if that improves the fit to all of them. Raises
-    LocalError(OUT_OF_RANGE) without samples.
-    """
+    """The positive constants of least squared relative errors, without an outlier among five samples or more."""
     rows = [np.array([s.run * s.runs, s.runs, 1]) / s.seconds for s in samples]
     if not rows:
         raise LocalError(ErrorCode.OUT_OF_RANGE, "samples", "a sample", "none")
@@ -317,10 +310,7 @@ def reference_costs() -> tuple[Cost, ...]:
 
 
 def load_costs(path: Path) -> tuple[Cost, ...]:
-    """The constants in a file of `kvproto probe`: between GPUs if it has any, else on the host.
-
-    Of several pairs of GPUs the slowest counts. Raises LocalError with the path of the file and of what is wrong in it.
-    """
+    """The constants in a file of `kvproto probe`, of the slowest pair of GPUs or else the host; raises LocalError."""
     measured = load(path).measured
     known = [m for m in measured if (m.transport, m.way) in _ways()]
     if not known:

@@ -102,11 +102,7 @@ def specs(
     kv_dtype: DType | str | None = None,
     state_dtype: DType | None = None,
 ) -> list[Cache]:
-    """The caches of one model, attention first, in pages of `page` tokens.
-
-    `kv_dtype` is the element type of pages, or a name from `BLOCK_SCALED`; `state_dtype` is that of recurrent states,
-    F32 by default. Raises LocalError(OUT_OF_RANGE) for a config that lacks a size.
-    """
+    """The caches of one model, attention first; `kv_dtype` may name a row of `BLOCK_SCALED`; raises OUT_OF_RANGE."""
     check_whole("page", page, 1)
     read = Read(text(config))
     caches = _caches(read, model, page, _element(kv_dtype or element_type(read)), state_dtype or DType.F32)
@@ -358,9 +354,7 @@ class KvDtype:
     row: str = "never"
     """When a latent and its rotary key form a packed row with scales: never, always, or indexed (with an indexer)."""
     packed: tuple[DType, int, DType, DType, str | None] = (DType.F8E4M3, 128, DType.F32, DType.BF16, None)
-    """Fields of such a row: element type of the latent, elements that share a scale, type of the scales, element type
-    of the rotary key, and the encoding of scales that lie in an order of their own.
-    """
+    """Types of the latent, of the scale of so many elements, and of the rotary key, and the encoding of the scales."""
     blocks: tuple[int, DType] | None = None
     """The number of elements of K and V, or of a latent, that share a scale, and its type."""
     apart: Mapping[str, int] = {}

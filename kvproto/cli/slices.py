@@ -1,7 +1,4 @@
-"""A plan as slices: for each cache, which range of the global cache a rank gets, and where it lies on both sides.
-
-They are shown as text and as data: `kvproto plan --slices`, its JSON, and the tables of its page.
-"""
+"""A plan as slices, as text and data: which range of each global cache a rank gets, and where both sides hold it."""
 
 from __future__ import annotations
 

@@ -54,10 +54,7 @@ class _Batch:
 
 
 def _batches(program: CopyProgram) -> Iterator[_Batch]:
-    """All operations, in batches that move at most 64 KiB each.
-
-    Layers of one region lie equally far apart, and so do sections of a layer; the order with fewer batches is used.
-    """
+    """All operations, in batches of at most 64 KiB, by layers or by sections, whichever makes fewer."""
     ops = program.ops
     by_layer = ops[np.argsort(ops["layer"], kind="stable")]
     for stretch, steps in min((_stretches(ops), _stretches(by_layer)), key=len):
@@ -152,10 +149,7 @@ def _sum_words(los: tuple[int, ...], factors: npt.NDArray[np.uint64], data: Byte
 
 
 def _sum_floats(los: tuple[int, ...], factors: npt.NDArray[np.uint64], data: Bytes) -> int:
-    """As `_sum_words`, three times as fast: products of bytes with the bytes of weights, which 32-bit floats hold.
-
-    256 products of two bytes add up to less than 2^24, so no sum is rounded, whatever the order of its additions.
-    """
+    """As `_sum_words`, three times as fast in 32-bit floats, exactly: 256 products of bytes are below 2^24."""
     width, total = data.shape[2], np.zeros(8, np.uint64)
     if data.size > np.size(getattr(_scratch, "floats", ())):
         _scratch.floats = np.empty(data.size, np.float32)
@@ -303,11 +297,7 @@ class PageSums:
 def page_sums(
     program: CopyProgram, groups: Mapping[int, Group], checksums: Callable[[CopyProgram], Mapping[int, int]]
 ) -> Generator[None, None, dict[int, PageSums]]:
-    """Compute the sums of each sink group that moves a row in a program, one of them in each step.
-
-    `groups` are the sink's, by id. `checksums` returns those of a program by group, as transports do, and is called
-    once for each layer and page. Clause KVP-VERIFY-PAGES.
-    """
+    """Compute the page sums of each sink group in turn, with `checksums` of each layer and page (KVP-VERIFY-PAGES)."""
     sums = {}
     for id in np.unique(program.ops["group"]).tolist():
         ops = program.ops[program.ops["group"] == id]

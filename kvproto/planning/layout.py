@@ -51,9 +51,7 @@ class Parallel:
     origin: int = 0
     """The first token that is dealt; requests begin there or later."""
     stages: tuple[int, ...] | None = None
-    """Number of layers of each pipeline stage, or of each chunk if `virtual` is above 1; by default as even as can be,
-    the larger ones first.
-    """
+    """Layers of each pipeline stage, or of each chunk if `virtual`; by default as even as can be, larger first."""
     virtual: int = 1
     """Virtual stages: chunks of layers that each pipeline rank holds; chunk i is on stage i mod pp."""
     deal: str | tuple[int, ...] = "cyclic"
@@ -279,10 +277,7 @@ _WINDOWS = {part: f"window_{part}" for part in PARTS if f"window_{part}" in PART
 
 
 def _check_scales(specs: Sequence[Cache]) -> None:
-    """Raise LocalError for scales whose values no cache has, or whose last row would not move with its values.
-
-    A model may have scales alone, as no values are stated that could arrive without them.
-    """
+    """Raise LocalError for scales of a cache whose values no cache has, or whose last row would not move with them."""
     stated = {
         (spec.group.model, name_of(part.name), layer): spec.group
         for spec in specs

@@ -454,10 +454,7 @@ class Reservation(_SlotHolder):
             self.seal(i, held)
 
     def publish(self) -> int:
-        """Make the sealed pages readable and close; returns how many first pages are readable now (KVP-TIER-VISIBLE).
-
-        If another writer has published a page first, that page stays, unless ours has all of its components and more.
-        """
+        """Make sealed pages readable unless others' are there, as whole; how many first ones are (KVP-TIER-VISIBLE)."""
         try:
             return self._index._publish(self._parent, self._ids, self._slots, self._held)
         finally:

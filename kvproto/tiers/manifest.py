@@ -85,10 +85,7 @@ class ObjectReferences:
         self._keys: set[str] = set()
 
     def add(self, key: str, data: Data | None) -> Manifest | None:
-        """Add the references of the manifest under `key`, and return it.
-
-        Returns None if the bytes are missing or damaged, of a later version, or the manifest of another key.
-        """
+        """Add the references of a manifest and return it; None if it is missing, damaged, newer or of another key."""
         try:
             manifest = None if data is None else decode_struct(Manifest, bytes(data))
         except WireError as error:

@@ -46,10 +46,7 @@ class ObjectStore(Store):
 
     @classmethod
     def at(cls, url: str, timeout: timedelta = TIMEOUT, retries: int = RETRIES, **config: Any) -> ObjectStore:
-        """Open a URL such as `s3://bucket/prefix`, with a time limit for each try; raises OSError.
-
-        `config` is obstore's; keys, region and endpoint that it lacks come from the environment.
-        """
+        """Open a URL with obstore's `config`, and what it lacks from the environment; raises OSError."""
         client: ClientConfig = {"timeout": timeout, "connect_timeout": min(CONNECT, timeout), "allow_http": True}
         retry: RetryConfig = {"max_retries": retries, "retry_timeout": timeout}
         with _os_errors():

@@ -84,17 +84,11 @@ class PageStore:
         self._evict()
 
     def write(self, chain: Chain, i: int, data: Mapping[int, Data]) -> bool:
-        """Write page i, bytes by group; returns whether it is kept. Raises LocalError for wrong sizes.
-
-        A page that is there already is written again, so that a damaged page becomes whole (KVP-TIER-REWRITE).
-        """
+        """Write page i, also over a damaged one (KVP-TIER-REWRITE); whether it is kept. Raises LocalError for sizes."""
         return self._write([(chain, i, data)])
 
     def write_all(self, pages: Sequence[StoredPage]) -> list[bool]:
-        """Write several pages, for little more than the price of one if the back end can; returns which are kept.
-
-        If writing them together fails, each is tried by itself, so that no page is lost to a fault of another.
-        """
+        """Write several pages at once, or each by itself if that fails; returns which are kept."""
         if len(pages) > 1 and isinstance(self.store, BatchStore) and self._write(pages):
             return [True] * len(pages)
         return [self._write([page]) for page in pages]

@@ -68,11 +68,7 @@ class IntoStore(Store, Protocol):
 
 
 def open_store(place: Path | str | Store, durable: bool = False) -> Store:
-    """The store at a place: a folder, `packs:FOLDER`, or the URL of an object store.
-
-    With `durable`, writes to files and packs survive a loss of power once they have returned; object stores always
-    promise that. Raises LocalError if a library is not installed, and OSError.
-    """
+    """The store at a place, `durable` against a loss of power; raises LocalError without its library, and OSError."""
     if not isinstance(place, Path | str):
         return place
     scheme, colon, folder = ("", "", "") if isinstance(place, Path) else place.partition(":")

@@ -172,10 +172,7 @@ def program(run: int, runs: int, pool: int) -> CopyProgram:
 def scattered(
     width: int, number: int, layers: int = 1, pool: int | None = None, seed: int = 0, run: int = 1
 ) -> CopyProgram:
-    """For each layer `number` runs of `run` rows of `width` bytes between random places of pools of `pool` rows.
-
-    A pool holds layer after layer without gaps in region 0.
-    """
+    """For each layer, one after the other, `number` runs of `run` rows of `width` bytes at random places of pools."""
     dice = np.random.default_rng(seed)
     places = (pool or number * run) // run
     source, sink = (_distinct(dice, places, number) * run for _ in range(2))

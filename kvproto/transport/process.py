@@ -81,10 +81,7 @@ class Watch:
 
     @classmethod
     def of_pid(cls, pid: int) -> "Watch | None":
-        """A watch of the process that has this PID here now; None if there is none, or if it cannot be watched.
-
-        For callers that then see something of the process which no other has: what they saw names the process watched.
-        """
+        """A watch of the process that has this PID here now; None if there is none, or if it cannot be watched."""
         try:
             return cls(os.pidfd_open(pid))
         except (OSError, OverflowError):

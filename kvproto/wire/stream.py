@@ -11,11 +11,7 @@ from kvproto.wire.reader import refuse
 
 
 class Decoder:
-    """Cuts a stream into frames: the same messages and errors wherever the bytes were cut (KVP-STREAM-*).
-
-    A frame that is refused comes out as its WireError, and the stream continues after it. A wrong magic ends the
-    stream: from then on `feed` and `close` raise BAD_MAGIC. A body beyond the limit is skipped without being kept.
-    """
+    """Cuts a stream into frames, or errors of those refused; a wrong magic ends it with BAD_MAGIC (KVP-STREAM-*)."""
 
     def __init__(self) -> None:
         self._held = bytearray()

@@ -323,10 +323,7 @@ class Copier:
         return DeviceCopy(all_buffers[-1].event, total, began, jobs)
 
     def series(self, jobs: Sequence[CopyJob], after: Sequence[int] = ()) -> Series:
-        """Upload jobs together as copies that `Series.go_on` starts, each of which ends by itself; raises as `submit`.
-
-        Jobs should share their maps, whose rows are then expanded once.
-        """
+        """Upload jobs, best with shared maps, as copies that `Series.go_on` starts one by one; raises as `submit`."""
         enter(self._context)
         _check(jobs)
         (buffers,) = self._take([kernel.sizes(jobs)])
@@ -403,10 +400,7 @@ class Copier:
     # checksums
 
     def begin_checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> Callable[[], Sums]:
-        """Start taking checksums of regions at these addresses, whose copies are over; the result waits for them.
-
-        They are those of `kvproto.copying.execute.checksums`, and taken alongside copies that are under way.
-        """
+        """Start `kvproto.copying.execute.checksums` of regions alongside other copies; the result waits for them."""
         enter(self._context)
         key = sink, *sorted(addresses.items())
         table = self._sum_tables.get(program.ops, key, lambda: kernel.sum_table(program, addresses, sink))

@@ -67,11 +67,7 @@ def allocation_at(address: int) -> int | None:
 
 
 class DeviceMemory:
-    """A region of device memory of this process.
-
-    If allocated here it is one cuMemAlloc, so that other libraries can register it too; `__dlpack__` gives a framework
-    its bytes.
-    """
+    """A region of device memory: one cuMemAlloc if allocated here, which other libraries can register too."""
 
     kind = MemoryKind.CUDA
 
@@ -402,10 +398,7 @@ def _by_fabric(data: bytes) -> Any:
 
 
 def _map(device: int, pieces: Sequence[tuple[Callable[[], Any], int]]) -> _OpenAllocation:
-    """Map a peer's allocations, one after the other, for kernels of one device.
-
-    `pieces` has for each allocation a function that makes the driver's handle of it, and its length in bytes.
-    """
+    """Map a peer's allocations in turn for one device; each piece makes the driver's handle, and has a length."""
     current(device)
     size = sum(size for _, size in pieces)
     base = int(call(driver.cuMemAddressReserve(size, 0, 0, 0), "address range"))
