@@ -305,12 +305,10 @@ class Read(dict[str, Any]):
         self._read: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
-        """The field's value, as of a dict."""
         self._read.add(name)
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field's value, or the default, as of a dict."""
         self._read.add(name)
         return super().get(name, default)
 
@@ -328,7 +326,6 @@ class Read(dict[str, Any]):
 
 
 def _check(config: Config) -> None:
-    """Raise LocalError for a field of a wrong type."""
     for names, mine, is_right in _FIELDS:
         for name in names:
             if config.get(name) is not None and not is_right(config[name]):

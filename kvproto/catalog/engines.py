@@ -52,7 +52,6 @@ class EngineProfile:
     releases: str
     dtypes: Mapping[str, KvDtype]
     state: Callable[[Config], DType]
-    """Element type of recurrent states."""
     arrange: Callable[[Make, Setup, Config], Arranged]
     layouts: tuple[str, ...] = ()
     dp: bool = False

@@ -325,7 +325,6 @@ class Setup:
     dp: int = 1
     """Attention data parallel over the tensor-parallel ranks (SGLang): a replica has tp / dp ranks."""
     state_dtype: DType | None = None
-    """Element type of recurrent states."""
     sm: int | None = None
     """Compute capability of the GPUs, such as 90, 100 or 120, if a pool depends on it."""
 

@@ -105,7 +105,6 @@ def _errors(line: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def _keygen(args: argparse.Namespace) -> int:
-    """Make the keys of one engine and print the public one; returns the exit status."""
     from kvproto.net import make_keys  # imported here, as the other commands need no ZeroMQ
 
     print(make_keys(args.folder).public.decode())

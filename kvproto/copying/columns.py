@@ -276,7 +276,6 @@ class _ItemSpans:
 
     @property
     def number(self) -> int:
-        """The number of spans of all items."""
         return self.begin.size * self.items.size
 
     def bytes(self) -> tuple[IntArray, IntArray]:

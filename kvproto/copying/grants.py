@@ -24,12 +24,6 @@ from kvproto.planning.plan import Route
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Begin, Columns, Grants, UIntArray
 
-__all__ = [
-    "all_granted", "begins_inside_item", "begins_of", "check_grants", "cut_to_begins", "distinct", "granted_below",
-    "granted_until", "held_from", "items_before", "items_by_now", "items_needed", "lacks_items", "newly_granted",
-    "no_items", "placeholder_items", "rows_of", "size_of", "with_grant",
-]  # fmt: skip
-
 
 def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
     """Number of items that a cp rank needs for tokens [first, first + count); 1 for state, 0 for hand-off data."""

@@ -119,12 +119,10 @@ class RankLayout:
 
     @cached_property
     def groups(self) -> dict[int, Group]:
-        """The groups by id."""
         return {g.id: g for g in self.geometry.groups}
 
     @cached_property
     def shares(self) -> dict[int, Owns]:
-        """This rank's shares by group id."""
         return {o.group: o for r in self.geometry.ranks if r.rank == self.rank for o in r.owns}
 
     def spans(self, id: int, part: int, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
@@ -290,7 +288,6 @@ class CopyProgram:
 
     @cached_property
     def bytes(self) -> int:
-        """Bytes that the program writes."""
         return sum([m.size * size for m, size in zip(self.maps, self.operations.row_bytes, strict=False)])
 
     @cached_property

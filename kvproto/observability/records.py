@@ -145,7 +145,6 @@ class Observer:
         self._write(logging.CRITICAL, {**self.base, "event": "failed", "error": shown(said)})
 
     def draining(self) -> None:
-        """Log that the Source or Sink is draining."""
         self._write(logging.INFO, {**self.base, "event": "draining"})
 
     def samples(self) -> list[MetricSample]:
@@ -154,12 +153,10 @@ class Observer:
         return [*counted, *self.gauges()]
 
     def start(self) -> None:
-        """Start the feed, if there is one."""
         if self.feed is not None:
             self.feed.start()
 
     def close(self) -> None:
-        """Close the feed, if there is one."""
         if self.feed is not None:
             self.feed.close()
 

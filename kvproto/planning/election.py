@@ -56,7 +56,6 @@ class ShareTable:
 
     @property
     def columns(self) -> tuple[IntArray, ...]:
-        """All columns, in order."""
         return self.piece, self.source, self.sink, self.layer_lo, self.layer_hi
 
 

@@ -66,7 +66,6 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """The number of FREE slots."""
         return len(self._free)
 
     @property
@@ -75,11 +74,9 @@ class Slots:
         return self._queued
 
     def counts(self) -> dict[SlotState, int]:
-        """The number of slots in each state."""
         return {state: self._state.count(state) for state in SlotState}
 
     def state(self, slot: int) -> SlotState:
-        """The state of one slot."""
         return SlotState(self._state[slot])
 
     def generation(self, slot: int) -> int:
@@ -267,7 +264,6 @@ class Index:
         return [*self._by_id]
 
     def slot(self, id: bytes) -> int | None:
-        """The slot of a readable page."""
         return self._by_id.get(id)
 
     def evict(self, count: int) -> int:

@@ -22,12 +22,10 @@ _NEWER = (ErrorCode.UNKNOWN_FIELD, ErrorCode.UNKNOWN_ENUM_VALUE)
 
 
 def manifest_key(id: bytes, geometry: bytes) -> str:
-    """The key of a page's manifest in a store."""
     return f"m/{id.hex()}.{geometry.hex()}"
 
 
 def object_key(manifest: Manifest, component: Component) -> str:
-    """The key of the bytes of a component in a store."""
     return f"o/{manifest.id.hex()}.{manifest.geometry.hex()}.{component.group}.{component.digest.hex()}"
 
 

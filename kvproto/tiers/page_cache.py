@@ -65,7 +65,6 @@ class _HostBackup:
     hit: Hit | None = None
 
     def close(self) -> None:
-        """Unpin the pages."""
         if self.hit is not None:
             self.hit.close()
 
@@ -540,7 +539,6 @@ class Agreement:
             self.close()
 
     def close(self) -> None:
-        """Unpin the pages that were found."""
         for hits in self._hits:
             for hit in hits:
                 hit.close()

@@ -218,5 +218,4 @@ class PageStore:
 
 
 def _size(manifest: Manifest) -> int:
-    """The bytes of a page's objects."""
     return sum(component.length for component in manifest.components)

@@ -26,7 +26,6 @@ class Memory(Protocol):
 
     id: int
     length: int
-    """Bytes."""
 
     @property
     def kind(self) -> MemoryKind:

@@ -149,7 +149,6 @@ class BenchPath:
         return min(self.pool // run, self.most)
 
     def runner(self, run: int, runs: int) -> RunOnce:
-        """Prepare a program of `runs` runs of `run` bytes."""
         return self.prepare(program(run, runs, self.pool))
 
 

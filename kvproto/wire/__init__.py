@@ -2,16 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Decoder",
-    "decode",
-    "decode_struct",
-    "encode",
-    "encode_struct",
-    "explain",
-    "from_json",
-    "to_json",
-]
+__all__ = ["Decoder", "decode", "decode_struct", "encode", "encode_struct", "explain", "from_json", "to_json"]
 
 if TYPE_CHECKING:
     from kvproto.wire.codec import decode, decode_struct, encode, encode_struct

@@ -66,7 +66,6 @@ class DeviceCopy(Copying):
         return is_done(self.event.handle)
 
     def ready(self) -> bool:
-        """As `PendingCopy.ready`."""
         return self.done
 
     def stop(self) -> Proof | None:
@@ -197,7 +196,6 @@ class _Kernels:
         self._launch(stream, word, "copy_few", (blocks, 1), self._few_place)
 
     def run_part(self, stream: Stream, part: PartLaunch, blocks: int) -> None:
-        """Launch `copy_part`."""
         ctypes.memmove(self._part, part.parameters, PART)
         self._launch(stream, part.word, "copy_part", (blocks, 1), self._part_place)
 

@@ -19,15 +19,7 @@ from cuda.core import Buffer, Device
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport.cuda.descriptors import fetch, offer, withdraw
-from kvproto.transport.cuda.driver import (
-    call,
-    current,
-    driver,
-    enable_peer,
-    ordinal_of,
-    pointer_attribute,
-    uuid,
-)
+from kvproto.transport.cuda.driver import call, current, driver, enable_peer, ordinal_of, pointer_attribute, uuid
 from kvproto.transport.process import boot_id, pid_namespace, start_time
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region

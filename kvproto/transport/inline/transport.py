@@ -37,7 +37,6 @@ class DataPiece:
     last: bool
 
     def notice(self, session: int, sequence: int) -> Data:
-        """The message that carries them."""
         data = bytes(self.data)
         return Data(session=session, sequence=sequence, offset=self.offset, data=data, last=self.last)
 
@@ -68,7 +67,6 @@ class InlineStream(OutgoingStream):
 
     @property
     def stream(self) -> "InlineStream":
-        """Itself."""
         return self
 
     @property
@@ -93,7 +91,6 @@ class InlineStream(OutgoingStream):
         self._at += size
 
     def take(self) -> list[DataPiece]:
-        """As `Stream.take`."""
         pieces, self._pieces = self._pieces, []
         return pieces
 

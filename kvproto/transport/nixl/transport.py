@@ -286,7 +286,6 @@ class StagedCopy(StagedSender):
 
     @property
     def stream(self) -> "StagedCopy":
-        """Itself."""
         return self
 
     @property
@@ -306,6 +305,5 @@ class StagedCopy(StagedSender):
         self._coming.append((layers, after))
 
     def take(self) -> list[ChunkPiece]:
-        """As `Stream.take`."""
         pieces, self._pieces = self._pieces, []
         return pieces
