@@ -1,9 +1,4 @@
-"""The observer of a Source or Sink, which passes its events to counts, the logger `kvproto.events`, and a feed.
-
-A record has plain fields of an event, without secrets or terminal control characters.
-Every record names the engine, replica, rank and role that it comes from. Events of a request identify it by `transfer`
-(KVP-SEE-ID), which is the same on all ranks of both sides.
-"""
+"""The observer of a Source or Sink: counts, the logger `kvproto.events`, and a feed (KVP-SEE-ID, KVP-SEE-TEXT)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Descriptions of ownership: constructors and invariants.
-
-The classes are those of the wire (`Geometry`, `Group`, `Part`, `Rank`, `Owns`, `LaneSpan`, `Fact`).
-`kvproto.planning.deals` says where tokens go, and `kvproto.planning.layout` describes whole engines.
-"""
+"""Descriptions of ownership, in the classes of the wire: constructors and invariants."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence

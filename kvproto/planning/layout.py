@@ -1,7 +1,4 @@
-"""An engine's geometry in a few lines: a `Cache` for each cache, and `lay_out` over its parallel ranks.
-
-Parallel sizes end here: a Description states layers, lanes and token shares, and planning knows nothing else.
-"""
+"""An engine's geometry: `lay_out` puts caches on its parallel ranks, whose sizes no other module knows."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, pairwise

@@ -1,8 +1,4 @@
-"""A sink rank: one pool with its quarantine, one set of transports, and links to any number of source replicas.
-
-A turn touches only what has something to do: connections with frames to receive, links that have asked for a turn, and
-timers that are due. So it costs the same whether ten sources are connected or a thousand.
-"""
+"""A sink rank: a pool with its quarantine, transports, and links; a turn touches only what has something to do."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -121,10 +117,7 @@ class SinkNode:
     # calls of the engine
 
     def connect(self, replica: Replica, address: str, server: bytes | None = None) -> None:
-        """Add a source replica, or change its address; `server` is its public key.
-
-        Unless `eager`, it is greeted with the first fetch from it.
-        """
+        """Add a source replica or change its address, to be greeted with the first fetch unless `eager`."""
         self.sources[replica] = address, server
         if self._eager or replica in self._links:
             self._greet(replica, address, server)
@@ -265,10 +258,7 @@ class SinkNode:
     # turns
 
     def turn(self, ready: Collection[int] | None = None) -> list[Event]:
-        """Receive, read and answer; return the events for the engine.
-
-        `ready` holds the descriptors that were readable (None: look at all).
-        """
+        """Receive, read and answer; return events. `ready` holds readable descriptors (None: look at all)."""
         context, now = self._context, time.monotonic()
         if context.background.results:
             context.background.turn()

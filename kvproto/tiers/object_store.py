@@ -1,9 +1,4 @@
-"""Pages in an object store: S3 or a compatible server, Google's or Azure's; `pip install 'kvproto[objects]'`.
-
-The client is obstore, Apache Arrow's `object_store` in Python: one wheel without dependencies, calls without the GIL,
-and time limits of its own, so that no call takes longer than TIMEOUT and its retries. A store puts an object whole or
-not at all, and every later read sees it.
-"""
+"""Pages in an object store, by obstore: whole objects, calls without the GIL, and time limits (`kvproto[objects]`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Storage back ends: what each has to do, and which one a name means.
-
-A back end keeps bytes under keys and knows nothing of pages. It promises little: bytes that `put` has written may be
-torn or gone when they are read, because every reader checks them. Failures are OSError.
-"""
+"""Storage back ends: bytes under keys, which may be torn or gone when they are read; failures are OSError."""
 
 from collections.abc import Iterable, Iterator
 from importlib import import_module

@@ -1,8 +1,4 @@
-"""The one interface of a transport: it exposes memory, maps peers' memory, and runs copy programs between the two.
-
-Transports differ in data (`Capabilities`), so that no other layer asks which transport it has. A transport is
-found by an entry point of the group `kvproto.transports`, which names its `Provider` (`kvproto.transport.loading`).
-"""
+"""The one interface of a transport: it exposes memory, maps peers', and copies; `Capabilities` say how it differs."""
 
 import importlib.util
 from abc import ABC, abstractmethod

@@ -1,8 +1,4 @@
-"""Measuring transports: results, paths that can be timed, and programs of runs of one length.
-
-A transport says how to measure it (`Provider.bench`), and `kvproto.calibration` measures. A path is expected to take
-start + bytes / link + runs * run seconds.
-"""
+"""Results, paths and programs for measuring: a copy takes start + bytes / link + runs * run seconds."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager

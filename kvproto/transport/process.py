@@ -1,8 +1,4 @@
-"""Processes of one host: names that are never reused, and proof that one has ended.
-
-The pidfd is opened before the start times are compared, so that a reused PID is never mistaken for the process. A
-readable pidfd proves that all threads have ended and that the files of the process, a GPU's included, are closed.
-"""
+"""Processes of one host; a pidfd, opened before start times are compared, proves that one has ended."""
 
 import os
 import select

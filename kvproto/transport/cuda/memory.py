@@ -1,8 +1,4 @@
-"""Device memory that peers of one host may map: allocated here, or adopted from an engine.
-
-The driver's pointer attributes tell how an allocation can be shared; it is never tried, as a failed attempt can leave a
-sticky error in the process.
-"""
+"""Device memory that peers of one host may map; attributes tell how, as a failed try can leave an error behind."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class _NixlProvider(Provider):
 
 
 def costs_of(measured: Sequence[Measured], gpus: bool) -> Costs | None:
-    """The `mode` of `NixlTransport`: costs on the slowest pair of GPUs, or the host; None if not measured."""
+    """Costs for `NixlTransport(mode=...)`, of the slowest pair of GPUs or the host; None if they were not measured."""
     candidates = []
     for direct in measured:
         within = gpus and direct.source == direct.sink
