@@ -306,6 +306,7 @@ PRESETS: dict[str, tuple[Config, ...]] = {
         "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
     },),
 }  # fmt: skip
+"""Shapes of well-known models by name: the target, then its drafts. Dtypes are bfloat16 unless `kv_dtype` is given."""
 
 
 @attrs.frozen
@@ -499,6 +500,3 @@ def check_heads(cache: Cache, ranks: int) -> None:
             copies = ranks % units == 0 and (KINDS[cache.group.kind].paged or len(blocks) > 1)
             if units > 1 and units % ranks and not copies:
                 raise bad("tp", f"a size that divides {units} heads of {part.name} in {cache.group.name!r}", ranks)
-
-
-"""Shapes of well-known models by name: the target, then its drafts. Dtypes are bfloat16 unless `kv_dtype` is given."""

@@ -13,7 +13,7 @@ from kvproto.session.records import Counters
 from kvproto.session.timers import Timers
 from kvproto.wire import encode
 from kvproto.wire import messages as m
-from kvproto.wire.head import Head, read_head
+from kvproto.wire.codec import Head, read_head
 
 
 class EndpointCalls(Protocol):

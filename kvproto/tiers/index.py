@@ -352,10 +352,8 @@ class Index:
                 self._replace(known, slot, bits)
                 known = slot
             parent, published = known, published + 1
-        while (
-            parent is not None and parent != _NONE
-        ):  # from the leaf up, so that no page is evicted before its children
-            self.slots.touch(parent)
+        while parent is not None and parent != _NONE:
+            self.slots.touch(parent)  # from the leaf up, so that no page is evicted before its children
             parent = self._parent[parent]
         return published
 

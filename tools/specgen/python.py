@@ -60,9 +60,9 @@ def word(enum: type[IntEnum], value: int) -> str:
 def enums_module(facts: Facts) -> str:
     """kvproto/wire/enums.py"""
     pages = "What each value of an enum means is in spec/v1/messages.md, below Enums."
-    out = [f'"""Enums and errors of v1. {HEAD}\n\n{pages}\n"""', "", "from enum import IntEnum", ""]
+    out = [f'"""Enums and errors of v1. {HEAD}\n\n{pages}\n"""', "", "from enum import IntEnum", "", ""]
     for name, enum in facts["enum"].items():
-        out += ["", f"class {name}(IntEnum):", f'    """{enum["doc"]}"""']
+        out += [f"class {name}(IntEnum):", f'    """{enum["doc"]}"""']
         out += [*(f"    {member} = {value}" for member, value in enum["values"].items()), ""]
     out.append(_ERRORS)
     for name, error in facts["error"].items():
@@ -117,7 +117,7 @@ def messages_module(facts: Facts) -> str:
 
 def _class(name: str, base: str, doc: str, stated: Iterable[str], fields: Iterable[str]) -> Iterator[str]:
     """The lines of a struct, a message, or a base of messages."""
-    yield from ("", "@frozen(kw_only=True)", f"class {name}({base}):" if base else f"class {name}:", f'    """{doc}"""')
+    yield from ("@frozen(kw_only=True)", f"class {name}({base}):" if base else f"class {name}:", f'    """{doc}"""')
     yield from (*stated, *fields, "")
 
 
