@@ -275,11 +275,5 @@ def _edited(edit: Edit) -> Json:
     return side
 
 
-def main() -> int:
-    """Write the file."""
-    FILE.write_text(made())
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    FILE.write_text(made())

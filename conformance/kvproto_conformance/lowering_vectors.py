@@ -273,13 +273,7 @@ def by_shares() -> Iterator[Case]:
         yield id_, EXACT, here, there, note
     whole = shares(kv, every)
     here, there = side(whole, *window[0], apart=True), side(whole, *window[1])
-    yield (
-        "a-region-a-layer",
-        EXACT,
-        here,
-        there,
-        "allocations of their own at the source, one pool at the sink",
-    )
+    yield ("a-region-a-layer", EXACT, here, there, "allocations of their own at the source, one pool at the sink")
     here, there = side(whole, *window[0]), side(whole, *window[1], apart=True)
     yield "to-a-region-a-layer", EXACT, here, there, "the same the other way"
     for id_, a, b in (("odd-layers", True, False), ("to-odd-layers", False, True)):
@@ -295,10 +289,7 @@ def shares(group: Group, owned: list[tuple[Any, list[tuple[int, int]]]]) -> Geom
 
 def models(page: int) -> Geometry:
     """A target whose cache is latent, and a draft with heads."""
-    groups = (
-        gqa(0, "draft", 1, 2, 4, page, dtype=DType.U8),
-        mla(1, "target", 0, 6, page, dtype=DType.U8),
-    )
+    groups = (gqa(0, "draft", 1, 2, 4, page, dtype=DType.U8), mla(1, "target", 0, 6, page, dtype=DType.U8))
     ranks = (Rank(rank=0, owns=(owns(groups[0], [0]), owns(groups[1], range(2)))),)
     return Geometry(replica=0, facts=(), groups=groups, ranks=ranks)
 
@@ -380,11 +371,5 @@ def text_of(cases: Iterable[Case]) -> str:
     return text("lowering", rows)
 
 
-def main() -> int:
-    """Write the file."""
-    FILE.write_text(made())
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    FILE.write_text(made())

@@ -495,33 +495,25 @@ def _parts(**changes: Any) -> tuple[Part, ...]:
     return tuple(attrs.evolve(p, **changes) for p in gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16).parts)
 
 
-FILES: dict[str, Callable[[], Iterator[Case]]] = {
-    "plan.json": cases,
-    "deals.json": deals_vectors.cases,
-}
+FILES: dict[str, Callable[[], Iterator[Case]]] = {"plan.json": cases, "deals.json": deals_vectors.cases}
+
+
+def row(id: str, clause: str, pair: Pair, features: list[str], note: str) -> dict[str, Any]:
+    """A case, with what the suite's own planner makes of it."""
+    source, sink = map(to_json, pair)
+    try:
+        expected: dict[str, Any] = {"expected": plan(source, sink, features)}
+    except Refusal as refusal:
+        expected = {"error": refusal.code, "path": refusal.path}
+    given = {"source": source, "sink": sink, "features": features}
+    return {"id": id, "clause": clause, **given, **beyond(source, sink), **expected, "note": note}
 
 
 def made(file: str) -> str:
     """The text of a file."""
-    rows = []
-    for id_, clause, (source, sink), features, note in FILES[file]():
-        given: dict[str, Any] = {"source": to_json(source), "sink": to_json(sink), "features": features}
-        try:
-            expected: dict[str, Any] = {"expected": plan(given["source"], given["sink"], features)}
-        except Refusal as refusal:
-            expected = {"error": refusal.code, "path": refusal.path}
-        rows.append(
-            {"id": id_, "clause": clause, **given, **beyond(given["source"], given["sink"]), **expected, "note": note}
-        )
-    return text("plan", rows)
-
-
-def main() -> int:
-    """Write the files."""
-    for file in FILES:
-        (FOLDER / file).write_text(made(file))
-    return 0
+    return text("plan", (row(*case) for case in FILES[file]()))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    for file in FILES:
+        (FOLDER / file).write_text(made(file))

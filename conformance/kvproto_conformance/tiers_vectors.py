@@ -181,11 +181,5 @@ def made() -> str:
     return text("tiers", [*_namespaces(), *_chains(), *_described(), *_manifests(), *_lengths()])
 
 
-def main() -> int:
-    """Write the file."""
-    FILE.write_text(made())
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    FILE.write_text(made())

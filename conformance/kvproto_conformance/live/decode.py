@@ -44,7 +44,7 @@ class DecodeRun(Run):
 
     def connected(self, **more: Any) -> Source:
         """The only rank of a source, of which the engine knows."""
-        return self.connect(*self.source(**more))
+        return self.connect(self.source(**more)[0])
 
     def ready(self, ranks: int = 1, **more: Any) -> list[Source]:
         """Ranks of the suite whose sessions with the engine are ready."""
