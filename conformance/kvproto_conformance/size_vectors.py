@@ -58,11 +58,9 @@ def _cut() -> Iterator[tuple[str, str, Pair, str]]:
                 "ranks that own all lanes are cut where another rank's intervals begin",
             )
     yield (
-        "refused-layer-before-pieces",
-        "KVP-PLAN-FIT",
-        (ranks(lanes(1, HALF), 1), ranks(lanes(HALF, 1), 1, range(2))),
+        "refused-layer-before-pieces", "KVP-PLAN-FIT", (ranks(lanes(1, HALF), 1), ranks(lanes(HALF, 1), 1, range(2))),
         "all layers are compared before any is counted",
-    )
+    )  # fmt: skip
     both, other = (
         attrs.evolve(PLAIN, parts=(*PLAIN.parts, attrs.evolve(rope.parts[0], name="rope")))
         for rope in (lanes(HALF - 1, 1), lanes(1, HALF - 1))

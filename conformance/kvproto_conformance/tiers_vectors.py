@@ -54,11 +54,9 @@ def _geometries() -> Iterator[tuple[str, Geometry, int, str]]:
     yield "pages-of-64", lay_out([Cache.mla("target", 3, latent=512, rope=64, page=64)]), 64, "one component"
     state = Cache.mamba2("state", 2, heads=4, head_dim=8, groups=1, state=16, kernel=4)
     yield (
-        "hybrid",
-        lay_out([Cache.gqa("target", [2], kv_heads=2, head_dim=8, page=16), *state]),
-        16,
+        "hybrid", lay_out([Cache.gqa("target", [2], kv_heads=2, head_dim=8, page=16), *state]), 16,
         "states of two layers",
-    )
+    )  # fmt: skip
     dealt = [Cache.mla("target", 2, latent=512, rope=64, page=16)]
     yield "dcp-2", lay_out(dealt, Parallel(tp=2, dcp=2, interleave=4)), 32, "half of the tokens each"
 
