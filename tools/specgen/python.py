@@ -152,11 +152,11 @@ def parts_module(facts: Facts) -> str:
     ]
     aliases = [(json.dumps(row["aliases"]), json.dumps(name)) for name, row in parts.items() if row["aliases"]]
     out += [f"    **dict.fromkeys({names}, {name})," for names, name in aliases]
-    out += ["}", '"""Registered names by alias."""', "", "SHARE_OF = {"]
-    out += [f"    {json.dumps(name)}: {json.dumps(row['of'])}," for name, row in parts.items() if "of" in row]
-    out += ["}", '"""The whole part, by the registered name of a share of it."""', "", "SCALES = {"]
-    out += [f"    {json.dumps(name)}: {json.dumps(row['scales'])}," for name, row in parts.items() if "scales" in row]
+    shares = {name: row["of"] for name, row in parts.items() if "of" in row}
     optional = [name for name, row in parts.items() if row.get("optional")]
+    out += ["}", '"""Registered names by alias."""', "", f"SHARE_OF = {json.dumps(shares)}"]
+    out += ['"""The whole part, by the registered name of a share of it."""', "", "SCALES = {"]
+    out += [f"    {json.dumps(name)}: {json.dumps(row['scales'])}," for name, row in parts.items() if "scales" in row]
     out += ["}", '"""The part that means nothing without its scales, by the name of the scales."""', ""]
     out += [
         f"OPTIONAL = ({json.dumps(optional)[1:-1]})",
@@ -247,11 +247,12 @@ def _rules(body: Facts) -> tuple[tuple[object, ...], ...]:
 
 
 def _table(head: str, rows: dict[str, tuple[tuple[object, ...], ...]]) -> Iterator[str]:
-    """A dict of rows by name, a line a row; a single row stands beside its name."""
+    """A dict of rows by name, a line a row; rows that fit into a line stand beside their name."""
     yield f"{head} = {{"
     for name, entries in rows.items():
-        if len(entries) == 1:
-            yield f'    "{name}": {_source(entries)},'
+        line = f'    "{name}": {_source(entries)},'
+        if len(line) <= 120:
+            yield line
         else:
             yield f'    "{name}": ('
             yield from (f"        {_source(entry)}," for entry in entries)
@@ -329,8 +330,8 @@ def transitions_module(facts: Facts) -> str:
         "",
     ]
     for name, machine in facts["machine"].items():
-        out += ["", f"class {name.title()}State(Enum):", f'    """{machine["doc"]}"""', ""]
-        out += ["    __hash__ = object.__hash__  # rows are looked up by it for every message", ""]
+        out += ["", f"class {name.title()}State(Enum):", f'    """{machine["doc"]}"""']
+        out += ["    __hash__ = object.__hash__  # rows are looked up by it for every message"]
         out += [*(f'    {state["name"].upper()} = "{state["name"]}"' for state in machine["state"]), ""]
     out.append(_EXPANDED)
     for name in facts["machine"]:
