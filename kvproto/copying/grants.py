@@ -66,10 +66,8 @@ def check_grants(
     `columns` are the rank's, by group id, and passed `check_columns`; `wanted` are the ids of the routed groups,
     ascending. `overlaps` are those of the columns, for callers that check many transfers. Items that are only read, not
     `written`, may overlap. With `left_out` they name no items yet (feature INTENT). `asked` are the Transfer's windows
-    if `grants` are what was granted of them so far, and `before` the part of `grants` that was checked already.
-
-    Raises BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS (KVP-GRANT-GROUPS, -ROW, -WHOLE, -RING, -COUNT, -POOL, -SCALES,
-    -ALIAS).
+    if `grants` are what was granted of them so far, and `before` the part of `grants` that was checked already. Raises
+    BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS (KVP-GRANT-*).
     """
     groups = {g.id: g for g in geometry.groups}
     shares = {o.group: o for r in geometry.ranks if r.rank == rank for o in r.owns}

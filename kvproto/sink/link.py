@@ -386,7 +386,6 @@ class SourceLink:
         self._context.verification.add(Arrival(self, fetch, fetch.registered, done, seconds), self.endpoint.features())
 
     def verified(self, arrival: Arrival) -> None:
-        """End a fetch whose checksums are all computed."""
         del self._context.unreached[self.replica]
         self._forget(arrival.fetch)
         self._report(arrival.outcome())

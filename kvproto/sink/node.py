@@ -216,7 +216,6 @@ class SinkNode:
         return [name for link in self._all() for name in link.holders(lent)]
 
     def census(self) -> Counters:
-        """Count its sources now, and the messages that were sent again so far."""
         counters = [link.endpoint.census() for link in self._all()]
         return Counters(
             sum(count.peers for count in counters),
@@ -237,7 +236,6 @@ class SinkNode:
     # calls of links
 
     def needs_turn(self, link: SourceLink) -> None:
-        """Give a link a turn soon."""
         self._awake[link] = None
 
     def report(self, link: SourceLink, event: Event) -> None:
@@ -252,7 +250,6 @@ class SinkNode:
         self._events.append(event)
 
     def send(self, link: SourceLink, address: str, frame: bytes) -> None:
-        """Send a frame; raises KvprotoError for an address that cannot be used."""
         self._dialer.send((link, address), frame, link.server)
 
     # turns
@@ -379,7 +376,6 @@ class SinkNode:
         return self._filenos[1]
 
     def timeout(self) -> float | None:
-        """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
         if self._events or self._awake or self._dying or self._context.verification.waiting or self._dialer.pending:
             return 0.0
         intervals: list[float] = []
@@ -430,7 +426,6 @@ class SinkNode:
                 watch.close()
 
     def close(self, reason: str) -> None:
-        """Say Goodbye to all sources, then release everything."""
         for link in self._all():
             link.close(reason)
         for writer in self._writers.values():

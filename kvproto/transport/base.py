@@ -257,8 +257,7 @@ class Transport(Protocol):
         """Let one peer reach these regions; further regions get ids from `next_id` on.
 
         `program` is any program of the rank pair, to prepare what its requests share; `runs` estimates the runs of a
-        typical request.
-        Raises NO_TRANSPORT for memory that this transport cannot share.
+        typical request. Raises NO_TRANSPORT for memory that this transport cannot share.
         """
 
     def connect(

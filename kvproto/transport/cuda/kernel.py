@@ -211,7 +211,6 @@ class UploadedLaunch:
 
     @property
     def bytes(self) -> int:
-        """Bytes that are written."""
         return sum(group.bytes for group in self.groups)
 
 

@@ -108,7 +108,6 @@ class DeviceMemory:
 
     @property
     def region(self) -> Region:
-        """Its entry in Register; raises NO_TRANSPORT, with advice, for an allocation that cannot be shared."""
         self.check()
         current(self.device)
         handles = []

@@ -561,7 +561,6 @@ class Agent:
         return answer.result()
 
     def begin(self, write: Write, postings: Callable[[], Sequence[Posting]]) -> Write:
-        """Post a write in its turn."""
 
         def job() -> None:
             self._posted_lately = self.eager

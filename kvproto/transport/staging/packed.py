@@ -99,7 +99,6 @@ class OutgoingStream:
 
     @property
     def left(self) -> int:
-        """Bytes that have not been started."""
         return self.bytes - self._at
 
     def mark_ready(self, layers: Collection[Layer] | None, after: Sequence[int] = ()) -> None:

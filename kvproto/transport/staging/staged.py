@@ -58,7 +58,6 @@ class ChunkPiece:
     last: bool
 
     def notice(self, session: int, sequence: int) -> Chunk:
-        """The notice to send."""
         return Chunk(session=session, sequence=sequence, **attrs.asdict(self))
 
 
@@ -304,7 +303,6 @@ class StagedReceiver:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being unpacked."""
         return any(stream.unpacking for stream in self._streams.values())
 
     def complete(self, sequence: int) -> bool:
