@@ -90,7 +90,7 @@ class Parallel:
         check_type(f"{of}deal", self.deal, (str, tuple, list), _A_DEAL)
         if isinstance(self.deal, str):
             if self.deal not in DEALS:
-                raise LocalError(ErrorCode.OUT_OF_RANGE, f"{of}deal", _A_DEAL, repr(self.deal), _NO_TABLE)
+                raise bad(f"{of}deal", _A_DEAL, repr(self.deal), _NO_TABLE)
             order = DEALS[self.deal](ranks)
         else:
             order = tuple(check_whole(f"{of}deal", rank, 0) for rank in self.deal)
@@ -184,7 +184,7 @@ def _placed(specs: Sequence[Cache], id: int, engine: Parallel, depth: int | None
             if getattr(sizes, name) % group.tokens_per_row:
                 whole = f"a multiple of {group.tokens_per_row} tokens, a row of {group.name!r}"
                 advice = f"deal whole rows, all caches' or by Cache.over({name}=), or store this cache replicated()"
-                raise LocalError(ErrorCode.OUT_OF_RANGE, name, whole, str(getattr(sizes, name)), advice)
+                raise bad(name, whole, getattr(sizes, name), advice)
         order = None if (runs := sizes.order()) is None else np.array(runs, np.uint32)
         interleave, origin = sizes.interleave, sizes.origin
         group = attrs.evolve(group, cp_size=number, interleave=interleave, origin=origin, order=order)

@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from kvproto.errors import U32, LocalError, check_whole
+from kvproto.errors import U32, LocalError, bad, check_whole
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout, usable_lengths
 from kvproto.wire.enums import ErrorCode, LengthRule
@@ -99,7 +99,7 @@ class Slots:
         if not _MAY[before] >> state & 1 or (state is SlotState.FREE and self._pins[slot]):
             allowed = " or ".join(after.name for after in MOVES[SlotState(before)])
             wants = f"{SlotState(before).name} to {allowed}, FREE without pins"
-            raise LocalError(ErrorCode.OUT_OF_RANGE, f"slots[{slot}]", wants, f"{state.name}, {self._pins[slot]} pins")
+            raise bad(f"slots[{slot}]", wants, f"{state.name}, {self._pins[slot]} pins")
         self._state[slot] = state
         if before == SlotState.READABLE and not self._pins[slot]:
             self._dequeue(slot)
@@ -164,7 +164,7 @@ class Index:
     def __init__(self, layout: PageLayout, count: int) -> None:
         """Raises LocalError for a layout of more than 64 components."""
         if len(layout.components) > 64:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "layout", "at most 64 components", str(len(layout.components)))
+            raise bad("layout", "at most 64 components", len(layout.components))
         self.layout, self.slots = layout, Slots(count)
         self.on_evict: Callable[[Sequence[tuple[bytes, int]]], None] = lambda pages: None
         """Called with the (id, slot) of pages that are about to leave the tree, parents first."""
@@ -220,7 +220,7 @@ class Index:
         """Reserve slots for pages [first, first + count) of a prompt, all or none; evicts other pages for them."""
         ids = chain.ids(self.layout.form)
         if not 0 <= first <= first + count <= len(ids):
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "count", f"pages within {len(ids)}", f"{first} + {count}")
+            raise bad("count", f"pages within {len(ids)}", f"{first} + {count}")
         reservation = self.reserve(count)
         if reservation is not None:
             reservation.assign(chain, first)
@@ -437,8 +437,7 @@ class Reservation(_SlotHolder):
         """Mark that copies of these groups into page i are over; raises LocalError if a PREFIX component is missing."""
         held = self._index._bits(groups)
         if self._index._required & ~held:
-            wants = f"{sorted(self._index.layout.required)} at least"
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "groups", wants, str(sorted(groups)))
+            raise bad("groups", f"{sorted(self._index.layout.required)} at least", sorted(groups))
         self._index.slots.move(self._slots[i], SlotState.SEALED)
         self._held[i] = held
 

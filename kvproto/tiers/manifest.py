@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import attrs
 
-from kvproto.errors import LocalError, WireError
+from kvproto.errors import WireError, bad
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageComponent, PageLayout
 from kvproto.wire import decode_struct
@@ -32,13 +32,12 @@ def object_key(manifest: Manifest, component: Component) -> str:
 def make_manifest(layout: PageLayout, chain: Chain, i: int, data: Mapping[int, Data]) -> Manifest:
     """The manifest of page i with these bytes, by group; raises LocalError if bytes are missing (KVP-TIER-ALL)."""
     if missing := layout.required - data.keys():
-        wants = f"groups {sorted(layout.required)}"
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "data", wants, f"none of {sorted(missing)}")
+        raise bad("data", f"groups {sorted(layout.required)}", f"none of {sorted(missing)}")
     components = []
     for group in sorted(data):
         component, size = layout.component(group), len(data[group])
         if size != component.length:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, f"data[{group}]", f"{component.length} bytes", str(size))
+            raise bad(f"data[{group}]", f"{component.length} bytes", size)
         stated = dict(zip(_FIELDS, _stated(component), strict=True))
         components.append(Component(**stated, digest=hashlib.sha256(data[group]).digest()))
     return Manifest(

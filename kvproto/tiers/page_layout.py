@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
-from kvproto.errors import LocalError, PlanError
+from kvproto.errors import PlanError, bad
 from kvproto.planning.deals import deal, owned_before
 from kvproto.planning.geometry import Geometry, encode_geometry
 from kvproto.planning.kinds import KINDS
@@ -57,8 +57,7 @@ class PageLayout:
         for component in self.components:
             if component.group == group:
                 return component
-        wants = f"one of {[c.group for c in self.components]}"
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "group", wants, str(group))
+        raise bad("group", f"one of {[c.group for c in self.components]}", group)
 
 
 def page_layout(

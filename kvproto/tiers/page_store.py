@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
 
-from kvproto.errors import LocalError
+from kvproto.errors import bad
 from kvproto.tiers.fsck import delete_page
 from kvproto.tiers.manifest import (
     Data,
@@ -26,7 +26,6 @@ from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout
 from kvproto.tiers.store import BatchStore, Store, get_manifest
 from kvproto.wire import encode_struct
-from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Component, Manifest
 
 SPARE = 256 << 20
@@ -62,7 +61,7 @@ class PageStore:
     def __init__(self, store: Store, layout: PageLayout, low: int = 0, high: int = 0, *, scan: bool = True) -> None:
         """Above `high` bytes, pages are evicted down to `low`; 0: never. With `scan`, list the pages that are there."""
         if not 0 <= low <= high:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "low", f"within [0, {high}]", str(low))
+            raise bad("low", f"within [0, {high}]", low)
         self.store, self.layout, self.low, self.high = store, layout, low, high
         self.counts: Counter[str] = Counter()
         """Pages that were `written`, `read`, `missed`, `damaged` and `evicted`, and calls that `failed`."""

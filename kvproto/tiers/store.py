@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, bad
 from kvproto.tiers.manifest import Data
 from kvproto.wire.enums import ErrorCode
 
@@ -69,8 +69,7 @@ def open_store(place: Path | str | Store, durable: bool = False) -> Store:
         return place
     scheme, colon, folder = ("", "", "") if isinstance(place, Path) else place.partition(":")
     if colon and scheme in ("lmdb", "nixl"):  # which it once was, so nobody means a folder of that name
-        wants = "a folder, packs:FOLDER or the URL of an object store"
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "storage", wants, str(place))
+        raise bad("storage", "a folder, packs:FOLDER or the URL of an object store", place)
     store: Store
     if colon and scheme in ("s3", "gs", "az"):
         try:

@@ -121,7 +121,7 @@ class Peer(Slotted):
     def write(self, source: ByteRange, to: ByteRange) -> Write:
         """Post one write of memory inside a `Registered` to memory of this peer, of equal length."""
         if source.length != to.length:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{source.length} bytes", f"{to.length} bytes", "")
+            raise bad("", f"{source.length} bytes", f"{to.length} bytes")
         slots = None
         own = source.owner
         if to.owner is self and isinstance(own, Registered) and own.agent is self.agent:
