@@ -184,10 +184,7 @@ def _asked_of(suite: str) -> str:
 
 
 def _check_places(args: Namespace) -> None:
-    """Refuse a run whose reports could not be written, before it takes minutes.
-
-    Reports of an earlier run are emptied: they must not pass for those of a run that is invalid.
-    """
+    """Refuse at once a run whose reports cannot be written, and empty those of an earlier run."""
     paths: dict[str, Path | None] = {name: getattr(args, name) for name in ("report", *_FORMS)}
     given = [(name, path) for name, path in paths.items() if path is not None]
     for name, path in given:

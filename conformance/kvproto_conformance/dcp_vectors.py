@@ -1,7 +1,4 @@
-"""Makes the vectors of tokens over ranks: `python -m kvproto_conformance.dcp_vectors` writes spec/v1/vectors/dcp.json.
-
-Inputs are listed here; what is expected comes from the suite's own deal and merge.
-"""
+"""Makes vectors/dcp.json by the suite's own deal and merge: `python -m kvproto_conformance.dcp_vectors`."""
 
 from __future__ import annotations
 

@@ -52,10 +52,7 @@ def steps(id: str) -> str:
 def played(
     cases: Sequence[Case], commands: Mapping[str, Sequence[str]], told: Callable[[Result], object], seconds: float
 ) -> list[Result]:
-    """Run the cases of each role that has a command for its engine; roles without one have no results.
-
-    What has not begun within so many `seconds` is not run.
-    """
+    """Run the cases of roles that have a command, as far as they begin within so many `seconds`."""
     from kvproto_conformance.live import list_scenarios, run, wirelog
 
     by_id, found, end = {case.id: case for case in cases}, [], time.monotonic() + seconds

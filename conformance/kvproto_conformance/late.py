@@ -1,7 +1,4 @@
-"""The suite's own answer to windows that begin late: lowering.md word by word, row by row, over JSON forms; slow.
-
-It shares no code with kvproto.
-"""
+"""The suite's own answer to windows that begin late: lowering.md word by word, row by row, in JSON form; slow."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Makes the vectors of lowering: `python -m kvproto_conformance.lowering_vectors` writes spec/v1/vectors/lowering.json.
-
-Inputs are built with kvproto's constructors; what is expected comes from the suite's own lowering.
-"""
+"""Makes vectors/lowering.json by the suite's own lowering: `python -m kvproto_conformance.lowering_vectors`."""
 
 from __future__ import annotations
 

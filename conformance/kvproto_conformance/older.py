@@ -1,7 +1,4 @@
-"""`python -m kvproto_conformance.older`: a testee that is the suite's own codec, by the tables of a kept version.
-
-The environment's KVPROTO_REGISTRY names that version's registry.
-"""
+"""A testee that is the suite's own codec by the tables of the kept version in KVPROTO_REGISTRY."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Makes the plan vectors: `python -m kvproto_conformance.plan_vectors` writes spec/v1/vectors/plan/.
-
-Inputs are built with kvproto's constructors; what is expected comes from the suite's own planner.
-"""
+"""Makes vectors/plan/ by the suite's own planner: `python -m kvproto_conformance.plan_vectors`."""
 
 from __future__ import annotations
 

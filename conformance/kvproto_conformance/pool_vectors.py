@@ -1,9 +1,4 @@
-"""Makes vectors of pools: `python -m kvproto_conformance.pool_vectors` writes spec/v1/vectors/lowering-pools.json.
-
-Where the bytes of an item lie is stated by strides alone: heads before rows, layers of one item, items between rows,
-and whatever else engines do. Inputs are built with kvproto's constructors; what is expected comes from the suite's own
-lowering.
-"""
+"""Makes lowering-pools.json, of all that strides can state: `python -m kvproto_conformance.pool_vectors`."""
 
 from __future__ import annotations
 
@@ -59,10 +54,7 @@ def heads_between(rows: int, lanes: int, size: int) -> Strides:
 
 
 def columns(share: Owns, group: Group, *orders: Order, joint: bool = False) -> Columns:
-    """Where a share lies in the region of its group: its layers take turns with the orders.
-
-    Columns follow each other, or with `joint` an item has a place for each of them.
-    """
+    """Where a share lies in its group's region: layers take turns with the orders; if `joint`, in each item."""
     made: list[Strides] = []
     for n in range(share.layers.size):
         for p, part in enumerate(group.parts):

@@ -1,7 +1,4 @@
-"""Makes plan vectors of rows, rings and sections: `python -m kvproto_conformance.row_vectors` writes plan/rows.json.
-
-Inputs are built with kvproto's constructors; what is expected comes from the suite's own planner.
-"""
+"""Makes plan/rows.json, of rows, rings and sections, by the suite's own planner, as `plan_vectors` does."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Makes plan vectors at the bounds of a plan: `python -m kvproto_conformance.size_vectors` writes plan/sizes.json.
-
-Small Descriptions whose plans would be large: each is next to one that is just small enough. Inputs are built with
-kvproto's constructors; what is expected comes from the suite's own planner.
-"""
+"""Makes plan/sizes.json, of plans at their bounds and just beyond: `python -m kvproto_conformance.size_vectors`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Makes the vectors of cached pages: `python -m kvproto_conformance.tiers_vectors` writes spec/v1/vectors/tiers.json.
-
-Descriptions are built with kvproto's constructors; what is expected comes from the suite's own `tiers`.
-"""
+"""Makes vectors/tiers.json by the suite's own `tiers`: `python -m kvproto_conformance.tiers_vectors`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which bytes a rank pair moves, by coordinate: the plan and the windows as pieces, and where a rank keeps each piece.
-
-The suite's own planner derives everything from the prose; addresses of the other side never matter.
-"""
+"""Which bytes a rank pair moves, by coordinate, as the suite's own planner says, and where a rank keeps each."""
 
 from __future__ import annotations
 

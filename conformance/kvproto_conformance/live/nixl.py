@@ -1,7 +1,4 @@
-"""NIXL as registration.md describes it, on host memory: the suite's staging memory, and writes into an engine's.
-
-Only scenarios of extension `staged` need NIXL; it is imported when the first of them begins.
-"""
+"""NIXL as registration.md describes it, on host memory; imported when the first scenario of `staged` begins."""
 
 from __future__ import annotations
 

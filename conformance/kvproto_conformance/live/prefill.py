@@ -62,10 +62,7 @@ class PrefillRun(Run):
         clause: str = "",
         sequence: str = "",
     ) -> Frame:
-        """Check that a request was refused: by which message, which code, and where.
-
-        A Failed may come later, under an id of its own: then `sequence` tells.
-        """
+        """Check the message, code and path of a refusal; a Failed under another id is told by `sequence`."""
         wanted = (codes,) if isinstance(codes, str) else codes
 
         def where(fields: Json) -> bool:
