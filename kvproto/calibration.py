@@ -256,7 +256,7 @@ def _sample(path: BenchPath, run: int, runs: int, seconds: float) -> Sample:
 
 
 def fit(samples: Iterable[Sample]) -> Constants:
-    """The positive constants of least squared relative errors, without an outlier among five samples or more."""
+    """The positive constants that fit best by least squares of relative errors; of five samples one may be left out."""
     rows = [np.array([s.run * s.runs, s.runs, 1]) / s.seconds for s in samples]
     if not rows:
         raise bad("samples", "a sample", "none")

@@ -59,7 +59,7 @@ def read_keys(folder: str | Path) -> KeyPair:
 
 
 def read_guarded(path: Path, what: str, advice: str, secret: bool = False) -> bytes:
-    """Read a file, and its folder's rights if `secret`, that others may not change; raises LocalError(OUT_OF_RANGE)."""
+    """Read a file that others may not change nor, if it is `secret`, read; raises LocalError(OUT_OF_RANGE)."""
     try:
         with open(path, "rb", opener=_at_once) as file:
             status = os.fstat(file.fileno())

@@ -219,7 +219,7 @@ class RequestTables:
         self._tables, self._since = tables, stated.since
 
     def _held(self, since: Since | None, tokens: int, axes: Mapping[str, int]) -> dict[int, int]:
-        """First tokens held, by group id, unless 0; as before unless stated, but a ring holds only its last rows."""
+        """First tokens held, by group id, unless 0: as before if not stated; of a ring, those of its last rows."""
         rules, begins = self._rules, dict(self._since)
         if since is None:
             since = {}

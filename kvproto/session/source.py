@@ -94,7 +94,7 @@ class SourceSession(Session):
         process: m.Process | None = None,
         mapping: Any = None,
     ) -> None:
-        """Report memory mapped with a transport, its `writer` if it packs, and the `process` that writes."""
+        """Report that memory is mapped with a transport; `writer` is for one that packs, `process` for proof."""
         epoch = self.holder.accept(transport, process if not self.pulls else None)
         if epoch is not None:
             epoch.mapping = mapping

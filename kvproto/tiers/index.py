@@ -447,7 +447,7 @@ class Reservation(_SlotHolder):
             self.seal(i, held)
 
     def publish(self) -> int:
-        """Make sealed pages readable unless others' are there, as whole; how many first ones are (KVP-TIER-VISIBLE)."""
+        """Make sealed pages readable, unless whole ones of others are; returns how many are (KVP-TIER-VISIBLE)."""
         try:
             return self._index._publish(self._parent, self._ids, self._slots, self._held)
         finally:

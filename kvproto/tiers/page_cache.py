@@ -187,7 +187,7 @@ class PageCache:
             self._check(copy, finish)
 
     def fetch(self, chain: Chain, deadline: float = 0.0) -> StorageRead:
-        """Begin to read pages that the host lacks from storage, until `deadline` (0: none waits; infinity: for all)."""
+        """Begin to read pages that the host lacks from storage; `deadline` 0 waits for none, infinity for all."""
         with self.host.find(chain) as hit:
             first = len(hit.pages)
         last = min(len(chain.ids(self.host.layout.form)), first + self._io_room())

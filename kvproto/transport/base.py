@@ -340,7 +340,7 @@ class Provider(ABC):
         return next((name for name in self.requires if not _installed(name)), None)
 
     def allocate(self, length: int, device: int | None, id: int) -> Memory | None:
-        """Zeroed memory of a GPU, or of the host for None; None for a kind not its own; raises TRANSPORT_FAILED."""
+        """Zeroed memory of a GPU, or of the host (None); returns None for other kinds; raises TRANSPORT_FAILED."""
         return None
 
     def allocation_of(self, device: tuple[int, int], address: int, length: int) -> Allocation | None:

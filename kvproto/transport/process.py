@@ -77,7 +77,7 @@ class Watch:
 
     @classmethod
     def of_pid(cls, pid: int) -> "Watch | None":
-        """A watch of the process that has this PID here now; None if there is none, or if it cannot be watched."""
+        """A watch of the process that has this PID here now; None if there is none, or none that can be watched."""
         try:
             return cls(os.pidfd_open(pid))
         except (OSError, OverflowError):
