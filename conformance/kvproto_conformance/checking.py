@@ -9,8 +9,6 @@ from kvproto_conformance.codec import Refusal, write_struct
 from kvproto_conformance.codec.facts import LIMITS, PART_NAMES
 from kvproto_conformance.sections import lane
 
-__all__ = ["beyond", "check", "extensions"]
-
 Json = dict[str, Any]
 
 

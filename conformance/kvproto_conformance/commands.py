@@ -26,22 +26,6 @@ from kvproto_conformance.fresh import fresh
 from kvproto_conformance.run import PROTOCOL, BadGreeting, Greeting, Verdict, ended, greet, probes, run, verdict
 from kvproto_conformance.testee import Testee
 
-__all__ = [
-    "Wrong",
-    "baselined",
-    "case_of",
-    "copied",
-    "explained",
-    "greeted",
-    "listed",
-    "matrixed",
-    "met",
-    "ran",
-    "shown",
-    "smoked",
-    "started",
-]
-
 Json = dict[str, Any]
 _FORMS = {"junit": report.junit, "html": html.page, "badge": report.badge, "summary": report.summary}
 _RUST = ("planner", "agree", "codec", "deal", "description", "elect", "late", "lower", "plan", "sha256")

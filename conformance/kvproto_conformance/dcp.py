@@ -8,8 +8,6 @@ from typing import Any
 
 import attrs
 
-__all__ = ["Deal", "answer", "merge"]
-
 Json = dict[str, Any]
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from kvproto_conformance.dcp import answer
 from kvproto_conformance.suites import MADE, text
 
-__all__ = ["FILE", "made"]
-
 FILE = MADE / "dcp.json"
 TOLERANCE = "2e-5"
 """Of each number of a merge, times the greater of 1 and its size. A float32 of 100 is exact to 4e-6; a wrong base,

@@ -12,8 +12,6 @@ from kvproto_conformance.cases import Case
 from kvproto_conformance.run import Result, Status, Wrong
 from kvproto_conformance.testee import NOT_ASKED
 
-__all__ = ["LIVE", "heard", "played", "played_alone", "scenarios", "steps", "unplayable"]
-
 LIVE = {"L3": "session", "L4": "robust"}
 """By level, the suite. The code that runs them needs pyzmq and numpy, and is imported only for a run that has them."""
 _LINES = 300

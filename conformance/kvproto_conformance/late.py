@@ -8,8 +8,6 @@ from typing import Any
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.dcp import Deal
 
-__all__ = ["held", "inside_item", "items_of", "served"]
-
 Json = dict[str, Any]
 
 

@@ -25,8 +25,6 @@ from kvproto_conformance.negotiation import negotiated
 from kvproto_conformance.run import Wrong, run
 from kvproto_conformance.testee import Broken, Testee
 
-__all__ = ["Kept", "Sample", "Version", "all_of", "heard", "kept", "last", "meet", "negotiate", "samples"]
-
 Json = dict[str, Any]
 
 

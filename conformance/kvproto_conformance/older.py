@@ -12,8 +12,6 @@ from kvproto_conformance.codec import Refusal, read_frame, read_stream, read_str
 from kvproto_conformance.codec.facts import MAJOR, MESSAGES, MINOR, STRUCTS
 from kvproto_conformance.data import spec
 
-__all__ = ["main"]
-
 Json = dict[str, Any]
 
 

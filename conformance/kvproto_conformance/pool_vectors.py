@@ -17,8 +17,6 @@ from kvproto_conformance.lowering_vectors import Case, shares, table, text_of
 from kvproto_conformance.row_vectors import changed, dealt, layers_apart, one, one_two, sections
 from kvproto_conformance.suites import MADE
 
-__all__ = ["FILE", "made", "side", "whole"]
-
 FILE = MADE / "lowering-pools.json"
 POOL = 12
 """Items of a pool."""

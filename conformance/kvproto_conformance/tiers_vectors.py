@@ -12,8 +12,6 @@ from kvproto.wire import to_json
 from kvproto_conformance import tiers
 from kvproto_conformance.suites import MADE, text
 
-__all__ = ["FILE", "made"]
-
 FILE = MADE / "tiers.json"
 
 Json = dict[str, Any]

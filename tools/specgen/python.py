@@ -8,16 +8,6 @@ from collections.abc import Iterable, Iterator
 
 from tools.specgen.registry import HEAD, Facts, moves, version
 
-__all__ = [
-    "enums_module",
-    "limits_module",
-    "messages_module",
-    "metrics_module",
-    "parts_module",
-    "tables_module",
-    "transitions_module",
-]
-
 _INTS = {"u8", "u16", "u32", "u64"}
 
 

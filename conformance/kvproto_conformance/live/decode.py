@@ -13,8 +13,6 @@ from kvproto_conformance.live.staged import StagedSource
 from kvproto_conformance.live.wire import free_address
 from kvproto_conformance.sections import whole
 
-__all__ = ["DecodeRun"]
-
 Json = dict[str, Any]
 _numbers = itertools.count(1)
 

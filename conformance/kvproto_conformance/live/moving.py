@@ -14,8 +14,6 @@ from kvproto_conformance.lowering import Side
 from kvproto_conformance.planner import boxes
 from kvproto_conformance.sections import place
 
-__all__ = ["Piece", "checksums", "label", "pieces", "side", "spans"]
-
 Json = dict[str, Any]
 Bytes = npt.NDArray[np.uint8]
 _MASK = 2**64 - 1

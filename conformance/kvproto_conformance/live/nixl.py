@@ -16,8 +16,6 @@ import numpy.typing as npt
 from kvproto_conformance.live.memory import BadHandle, read_uint, write_uint
 from kvproto_conformance.live.peer import Missed
 
-__all__ = ["Agent", "Staging", "agent", "is_there", "read_handle"]
-
 _MAGIC = b"KVNX\x01"
 _HOST = 1
 """Kind of memory (enum MemoryKind)."""

@@ -14,8 +14,6 @@ from kvproto_conformance.live.lax import lax_frame
 from kvproto_conformance.live.watch import ENGINE, SUITE, Frame, Watch
 from kvproto_conformance.live.wire import Wire
 
-__all__ = ["RESEND", "Missed", "Peer", "greased"]
-
 Json = dict[str, Any]
 PATIENCE = 10.0
 """How many seconds an answer may take: several times `resend`."""

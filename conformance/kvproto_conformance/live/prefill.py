@@ -15,8 +15,6 @@ from kvproto_conformance.live.staged import StagedSink
 from kvproto_conformance.live.watch import Frame
 from kvproto_conformance.sections import whole
 
-__all__ = ["PrefillRun"]
-
 Json = dict[str, Any]
 _numbers = itertools.count(1)
 _NOTHING_COMPARED = ("ABORTED", "DEADLINE", "INTERNAL")

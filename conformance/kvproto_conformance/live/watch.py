@@ -11,8 +11,6 @@ from kvproto_conformance.codec import Refusal, read_frame
 from kvproto_conformance.codec.facts import FROZEN_MAJOR, MESSAGES
 from kvproto_conformance.data import REGISTRY
 
-__all__ = ["ENGINE", "SUITE", "Blamed", "Frame", "Watch"]
-
 Json = dict[str, Any]
 ENGINE, SUITE = "engine", "suite"
 _facts = json.loads(REGISTRY.read_text(encoding="utf-8"))
