@@ -52,42 +52,11 @@ if TYPE_CHECKING:
     from kvproto.wire.enums import DType, ItemKind
 
 __all__ = [
-    "Block",
-    "Cache",
-    "DType",
-    "Fetch",
-    "Finder",
-    "Geometry",
-    "Group",
-    "ItemKind",
-    "KvprotoError",
-    "LocalError",
-    "Options",
-    "Parallel",
-    "Plan",
-    "Pool",
-    "Prompt",
-    "RemoteError",
-    "Request",
-    "Seed",
-    "Sink",
-    "Source",
-    "Ticket",
-    "Tiers",
-    "Withdrawal",
-    "__version__",
-    "allocate",
-    "lay_out",
-    "local_row",
-    "most_before",
-    "new_ticket",
-    "owned_before",
-    "owner",
-    "plan",
-    "read_sources",
-    "read_ticket",
-    "write_ticket",
-]
+    "Block", "Cache", "DType", "Fetch", "Finder", "Geometry", "Group", "ItemKind", "KvprotoError", "LocalError",
+    "Options", "Parallel", "Plan", "Pool", "Prompt", "RemoteError", "Request", "Seed", "Sink", "Source", "Ticket",
+    "Tiers", "Withdrawal", "__version__", "allocate", "lay_out", "local_row", "most_before", "new_ticket",
+    "owned_before", "owner", "plan", "read_sources", "read_ticket", "write_ticket",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.program import Runs
-from kvproto.errors import KvprotoError, LocalError, WireError
+from kvproto.errors import KvprotoError, LocalError, WireError, bad
 from kvproto.transport import find, names
 from kvproto.transport.bench import LAYERS, Absent, BenchPath, Constants, CostedWay, CostKind, Floor, Measured, Sample
 from kvproto.wire.enums import ErrorCode
@@ -89,10 +89,7 @@ class Probe:
 
     @classmethod
     def from_dict(cls, data: Any) -> "Probe":
-        """The inverse of `to_dict`; unknown fields are ignored.
-
-        Raises LocalError: UNSUPPORTED_VERSION, or MISSING_FIELD, BAD_TYPE, OUT_OF_RANGE with the path of what is wrong.
-        """
+        """The inverse of `to_dict`, which ignores unknown fields; raises LocalError with the path of what is wrong."""
         _check_type(data, (dict,), "an object", "")
         if (version := _field(data, "", "kvproto_probe", int)) != 1:
             advice = "probe with this kvproto"
@@ -100,7 +97,7 @@ class Probe:
         probe: Probe = _value(cls, data, "")
         for i, measured in enumerate(probe.measured):
             if not measured.samples:
-                raise LocalError(ErrorCode.OUT_OF_RANGE, f"measured[{i}].samples", "a sample", "none")
+                raise bad(f"measured[{i}].samples", "a sample", "none")
         return probe
 
 
@@ -124,7 +121,7 @@ def load(path: Path) -> Probe:
         )  # from_dict refuses NaN, with a path
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise LocalError(ErrorCode.OUT_OF_RANGE, str(path), "a file of `kvproto probe`", reason, advice) from None
+        raise bad(str(path), "a file of `kvproto probe`", reason, advice) from None
     except WireError as error:
         raise LocalError(error.code, error.path, error.mine, error.yours, advice) from None
     except LocalError as error:
@@ -154,7 +151,7 @@ def _value(kind: Any, data: Any, path: str, least: float | None = None) -> Any:
         return None if data is None else _value(get_args(kind)[0], data, path)
     _check_type(data, *_SCALARS[kind], path)
     if kind in (int, float) and not 0 < data < 1e300 and data != least:
-        raise LocalError(ErrorCode.OUT_OF_RANGE, path, "a positive number", str(data)[:40])
+        raise bad(path, "a positive number", str(data)[:40])
     return kind(data)
 
 
@@ -190,9 +187,9 @@ def probe(
     strange = [name for name in transports if name not in names()]
     if strange or not transports:
         known = ", ".join(names())
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "transports", f"some of {known}", ", ".join(strange) or "none")
+        raise bad("transports", f"some of {known}", ", ".join(strange) or "none")
     if memory < LEAST_MEMORY:
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "memory", f"at least {LEAST_MEMORY} bytes", str(memory))
+        raise bad("memory", f"at least {LEAST_MEMORY} bytes", memory)
     gpus, driver = next((seen for name in names() if (seen := find(name).gpus())[0]), ((), None))
     host = Host(os.cpu_count() or 1, f"{platform.machine()}, {platform.system()}", gpus, driver)
     absent = [Absent(n, "not installed", find(n).install) for n in transports if find(n).missing() is not None]
@@ -259,14 +256,10 @@ def _sample(path: BenchPath, run: int, runs: int, seconds: float) -> Sample:
 
 
 def fit(samples: Iterable[Sample]) -> Constants:
-    """The positive constants that fit best, by least squares of the relative errors.
-
-    Of five samples or more, one outlier is left out if that improves the fit to all of them. Raises
-    LocalError(OUT_OF_RANGE) without samples.
-    """
+    """The positive constants that fit best by least squares of relative errors; of five samples one may be left out."""
     rows = [np.array([s.run * s.runs, s.runs, 1]) / s.seconds for s in samples]
     if not rows:
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "samples", "a sample", "none")
+        raise bad("samples", "a sample", "none")
     terms = np.array(rows, np.float64)
     fits = [_positive(terms)]
     if len(rows) > 4:
@@ -317,16 +310,13 @@ def reference_costs() -> tuple[Cost, ...]:
 
 
 def load_costs(path: Path) -> tuple[Cost, ...]:
-    """The constants in a file of `kvproto probe`: between GPUs if it has any, else on the host.
-
-    Of several pairs of GPUs the slowest counts. Raises LocalError with the path of the file and of what is wrong in it.
-    """
+    """The constants in a file of `kvproto probe`, of the slowest pair of GPUs or else the host; raises LocalError."""
     measured = load(path).measured
     known = [m for m in measured if (m.transport, m.way) in _ways()]
     if not known:
         wanted = "one of " + ", ".join(map(" ".join, _ways()))
         named = ", ".join(m.name for m in measured) or "none"
-        raise LocalError(ErrorCode.OUT_OF_RANGE, f"{path}: measured", wanted, named, "probe again")
+        raise bad(f"{path}: measured", wanted, named, "probe again")
     gpus = any(m.gpus for m in known)
     costs: dict[str, Cost] = {}
     for m in known:

@@ -115,10 +115,7 @@ def listed(names: Iterable[object], most: int = 3, between: str = ", ") -> str:
 
 
 class DeviceFault(RuntimeError):
-    """A GPU context is lost: every later call fails, so the process has to end, and peers take its end as proof.
-
-    This is not a KvprotoError, so that no handler mistakes it for a refusal; `error` is the same as a LocalError.
-    """
+    """A GPU context is lost, and every later call fails: the process has to end, and peers take its end as proof."""
 
     def __init__(self, error: LocalError) -> None:
         self.error = error

@@ -16,25 +16,9 @@ if TYPE_CHECKING:
     from kvproto.source import Request
 
 __all__ = [
-    "Arrived",
-    "Connected",
-    "Declined",
-    "Disconnected",
-    "Event",
-    "Expired",
-    "Freed",
-    "Lost",
-    "PagesFree",
-    "PagesWanted",
-    "PoolFree",
-    "ProtocolError",
-    "Recovered",
-    "Refused",
-    "Sent",
-    "Suspected",
-    "Undelivered",
-    "Unwanted",
-]
+    "Arrived", "Connected", "Declined", "Disconnected", "Event", "Expired", "Freed", "Lost", "PagesFree", "PagesWanted",
+    "PoolFree", "ProtocolError", "Recovered", "Refused", "Sent", "Suspected", "Undelivered", "Unwanted",
+]  # fmt: skip
 
 
 # Events of a Sink

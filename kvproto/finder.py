@@ -161,7 +161,6 @@ class WatchNode:
             endpoint.dial(time.monotonic())
 
     def turn(self, ready: Collection[int] | None = None) -> list[Any]:
-        """Receive and send; return the events. `ready` holds the descriptors that were readable (None: look at all)."""
         self._flush()
         now = time.monotonic()
         for conn, frame in self._dialer.receive(ready):
@@ -180,11 +179,9 @@ class WatchNode:
         return events
 
     def filenos(self) -> Mapping[int, object]:
-        """Descriptors that are readable when a turn has something to do, as `rank.driver.Node` says."""
         return self._dialer.filenos()
 
     def timeout(self) -> float | None:
-        """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
         if self._dialer.pending:
             return 0.0
         due = [at for endpoint in self.endpoints.values() if (at := endpoint.next_deadline()) is not None]
@@ -200,7 +197,6 @@ class WatchNode:
                     endpoint.refused = error
 
     def close(self, reason: str) -> None:
-        """Say Goodbye to all replicas."""
         for endpoint in self.endpoints.values():
             endpoint.goodbye(reason)
         self._flush()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["renew"]
-
 _ROOT = Path(__file__).resolve().parents[1]
 
 

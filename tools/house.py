@@ -16,8 +16,6 @@ from pathlib import Path
 
 from attrs import frozen
 
-__all__ = ["PACKAGES", "Problem", "main", "problems"]
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvproto", "reference", "conformance", "integrations", "tools")
 """Folders whose functions are measured."""

@@ -24,8 +24,6 @@ from kvproto_conformance.data import spec
 from tools.files import renew
 from tools.specgen.registry import ROOT, SPEC
 
-__all__ = ["CASES", "CONFIGS", "case", "main", "suites"]
-
 CONFIGS = ROOT / "examples/configs"
 ENGINES = {
     "vllm": "each backend's order, one allocation that block tables overlay",

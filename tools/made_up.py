@@ -17,8 +17,6 @@ from tools.specgen.__main__ import modules
 from tools.specgen.lint import DIGESTED, lint
 from tools.specgen.registry import ROOT, SPEC, Facts, as_json
 
-__all__ = ["build", "ignored", "major", "minor"]
-
 Row = dict[str, Any]
 NEEDED = 0x0010
 _FIRST = 0x8002

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["session_rows"]
-
 _WAYS = {
     "floor": ("bare sockets, the same number of frames of the same lengths", "messages"),
     "messages": ("sessions alone: nothing is lowered, copied or summed", "messages"),

@@ -18,8 +18,6 @@ import kvproto
 from tools.session_figures import session_rows
 from tools.specgen.registry import ROOT, load
 
-__all__ = ["MADE"]
-
 _FIRST = ("Source", "Sink", "Pool", "Cache", "lay_out", "Options", "Request", "Fetch", "Withdrawal", "Ticket", "Prompt")
 """Public names in the order in which an engine's author meets them; others follow."""
 _BESIDE = ("kvproto.events", "kvproto.asyncio", "kvproto.metrics", "kvproto.errors")

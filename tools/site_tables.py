@@ -8,8 +8,6 @@ import re
 from tools.specgen.clauses import Clause, binds
 from tools.specgen.registry import Facts
 
-__all__ = ["filterable", "laid_out"]
-
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _ROW = re.compile(r"<tr>(.*?)</tr>", re.DOTALL)
 _CELL = re.compile(r"<t([hd])([^>]*)>(.*?)</t\1>", re.DOTALL)

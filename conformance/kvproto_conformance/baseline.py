@@ -13,8 +13,6 @@ from kvproto_conformance.fresh import PREFIX
 from kvproto_conformance.report import short
 from kvproto_conformance.run import Result, Status
 
-__all__ = ["BadBaseline", "Known", "apply", "made", "read"]
-
 _RED = (Status.FAIL, Status.ERROR, Status.UNEARNED)
 
 

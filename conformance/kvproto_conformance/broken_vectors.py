@@ -21,23 +21,10 @@ Edit = Callable[[Json], object]
 
 
 def _group(id_: int, name: str, model: int, *parts: tuple[str, int, int], **more: Any) -> Json:
-    made = {
-        "id": id_,
-        "name": name,
-        "model": model,
-        "kind": "PAGE",
-        "rows": 64,
-        "tokens_per_row": 1,
-        "cp_size": 1,
-        "interleave": 1,
-        "origin": 0,
-    }
-    stated = [
-        {"name": part, "dtype": "BF16", "lanes": str(lanes), "lane_bytes": str(size)} for part, lanes, size in parts
-    ]
-    return (
-        {key: value if isinstance(value, str) else str(value) for key, value in made.items()} | {"parts": stated} | more
-    )
+    numbers = {"rows": 64, "tokens_per_row": 1, "cp_size": 1, "interleave": 1, "origin": 0}
+    made = {"id": str(id_), "name": name, "model": str(model), "kind": "PAGE"} | {k: str(n) for k, n in numbers.items()}
+    stated = [{"name": n, "dtype": "BF16", "lanes": str(lanes), "lane_bytes": str(size)} for n, lanes, size in parts]
+    return made | {"parts": stated} | more
 
 
 def _share(group: int, layers: list[int], *spans: tuple[int, int, int]) -> Json:
@@ -197,76 +184,34 @@ def made() -> str:
     return text("plan/broken", rows, geometries=named)
 
 
+PAIRS = (
+    # id, source, sink, clause, the error and its path, the bug that it guards against
+    ("both", "cp-rank", "facts-order", "KVP-RULE-BREAK", "BAD_GEOMETRY", "ranks[0].owns[0].cp_rank", "the source's Description comes first"),
+    ("alias-of-a-source", "other-name", "good", "KVP-PART-ALIAS", "PART_MISSING", "groups[draft].parts[k]", "a reader that guesses what a name means"),
+    ("alias-of-a-sink", "good", "other-name", "KVP-PART-ALIAS", "PART_MISSING", "groups[draft].parts[key]", "the same, the other way round"),
+    ("class-pairs-too-many", "class-pairs", "class-pairs-less", "KVP-PLAN-DEALS", "ROW_MISMATCH", "groups[target].cp_size", "two small Descriptions whose plan needs gigabytes"),
+)  # fmt: skip
+
+
 def _rows(named: Json) -> Iterator[Json]:
     for n, (id_, clause, edit, path, note) in enumerate(BROKEN):
-        source, sink = (id_, "good") if n % 2 else ("good", id_)
         named[id_] = _edited(edit)
-        yield {
-            "id": id_,
-            "clause": clause,
-            "source": source,
-            "sink": sink,
-            "features": [],
-            "error": "BAD_GEOMETRY",
-            "path": path,
-            "note": note,
-        }
-    yield {"id": "both", "clause": "KVP-RULE-BREAK", "source": "cp-rank", "sink": "facts-order", "features": [], "error": "BAD_GEOMETRY",
-           "path": "ranks[0].owns[0].cp_rank", "note": "the source's Description comes first"}  # fmt: skip
+        pair = (id_, "good") if n % 2 else ("good", id_)
+        yield _row(id_, clause, *pair, note, error="BAD_GEOMETRY", path=path)
     named["other-name"] = _edited(_set("groups.1.parts.0.name", "key"))
     named["class-pairs"] = _edited(_dealt(1024, 1))
     named["class-pairs-less"] = _edited(_dealt(65, 1))
-    for id_, source, sink, clause, code, path, note in (
-        (
-            "alias-of-a-source",
-            "other-name",
-            "good",
-            "KVP-PART-ALIAS",
-            "PART_MISSING",
-            "groups[draft].parts[k]",
-            "a reader that guesses what a name means",
-        ),
-        (
-            "alias-of-a-sink",
-            "good",
-            "other-name",
-            "KVP-PART-ALIAS",
-            "PART_MISSING",
-            "groups[draft].parts[key]",
-            "the same, the other way round",
-        ),
-        (
-            "class-pairs-too-many",
-            "class-pairs",
-            "class-pairs-less",
-            "KVP-PLAN-DEALS",
-            "ROW_MISMATCH",
-            "groups[target].cp_size",
-            "two small Descriptions whose plan needs gigabytes",
-        ),
-    ):
-        yield {
-            "id": id_,
-            "clause": clause,
-            "source": source,
-            "sink": sink,
-            "features": [],
-            "error": code,
-            "path": path,
-            "note": note,
-        }
+    for id_, source, sink, clause, code, path, note in PAIRS:
+        yield _row(id_, clause, source, sink, note, error=code, path=path)
     for id_, clause, edit, note in TAKEN:
         side = named.setdefault(id_, _edited(edit))
         expected = {key: value for key, value in plan(side, side).items() if key != "routes"}
-        yield {
-            "id": id_,
-            "clause": clause,
-            "source": id_,
-            "sink": id_,
-            "features": [],
-            "expected": expected,
-            "note": note,
-        }
+        yield _row(id_, clause, id_, id_, note, expected=expected)
+
+
+def _row(id_: str, clause: str, source: str, sink: str, note: str, **found: Any) -> Json:
+    given = {"id": id_, "clause": clause, "source": source, "sink": sink, "features": []}
+    return {**given, **found, "note": note}
 
 
 def _edited(edit: Edit) -> Json:
@@ -275,11 +220,5 @@ def _edited(edit: Edit) -> Json:
     return side
 
 
-def main() -> int:
-    """Write the file."""
-    FILE.write_text(made())
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    FILE.write_text(made())

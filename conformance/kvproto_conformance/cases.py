@@ -13,8 +13,6 @@ from kvproto_conformance.claims import SUITES, Claim, extensions_of, extensions_
 from kvproto_conformance.codec.facts import MESSAGE_TYPES
 from kvproto_conformance.data import VECTORS, sentence
 
-__all__ = ["WRITES", "Ask", "Case", "claimed", "easier", "load", "of_minor"]
-
 Json = dict[str, Any]
 WRITES = frozenset({"encode", "encode_struct"})
 """Questions that are not for readers."""

@@ -1,7 +1,4 @@
-"""The suite's own checks of a Description: the table of model.md, row by row, over its JSON form.
-
-It does not repeat the rules of the codec.
-"""
+"""The suite's own checks of a Description in JSON form, row by row of model.md's table, without the codec's rules."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ from typing import Any
 from kvproto_conformance.codec import Refusal, write_struct
 from kvproto_conformance.codec.facts import LIMITS, PART_NAMES
 from kvproto_conformance.sections import lane
-
-__all__ = ["beyond", "check", "extensions"]
 
 Json = dict[str, Any]
 
@@ -40,10 +35,7 @@ def check(side: Json) -> None:
 
 
 def beyond(*sides: Json) -> Json:
-    """Parts of a row of vectors that not every planner reads (KVP-GEO-UNSUPPORTED).
-
-    For each extension that they need: where a planner without it refuses them.
-    """
+    """Extensions that a row of vectors needs, and where a planner without one refuses them (KVP-GEO-UNSUPPORTED)."""
     found: dict[str, str] = {}
     for side in sides:
         for i, group in enumerate(side["groups"]):

@@ -9,8 +9,6 @@ import attrs
 
 from kvproto_conformance.data import REGISTRY
 
-__all__ = ["EXTENSIONS", "HIGHEST", "LEVELS", "PARTIAL", "ROLES", "SUITES", "Claim", "Suite"]
-
 LEVELS = {
     "L1": "codec: bytes and fields, and what is refused",
     "L2": "plan: who sends which bytes where",

@@ -26,22 +26,6 @@ from kvproto_conformance.fresh import fresh
 from kvproto_conformance.run import PROTOCOL, BadGreeting, Greeting, Verdict, ended, greet, probes, run, verdict
 from kvproto_conformance.testee import Testee
 
-__all__ = [
-    "Wrong",
-    "baselined",
-    "case_of",
-    "copied",
-    "explained",
-    "greeted",
-    "listed",
-    "matrixed",
-    "met",
-    "ran",
-    "shown",
-    "smoked",
-    "started",
-]
-
 Json = dict[str, Any]
 _FORMS = {"junit": report.junit, "html": html.page, "badge": report.badge, "summary": report.summary}
 _RUST = ("planner", "agree", "codec", "deal", "description", "elect", "late", "lower", "plan", "sha256")
@@ -184,10 +168,7 @@ def _asked_of(suite: str) -> str:
 
 
 def _check_places(args: Namespace) -> None:
-    """Refuse a run whose reports could not be written, before it takes minutes.
-
-    Reports of an earlier run are emptied: they must not pass for those of a run that is invalid.
-    """
+    """Refuse at once a run whose reports cannot be written, and empty those of an earlier run."""
     paths: dict[str, Path | None] = {name: getattr(args, name) for name in ("report", *_FORMS)}
     given = [(name, path) for name, path in paths.items() if path is not None]
     for name, path in given:

@@ -9,8 +9,6 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["CLAUSES", "KEPT", "REGISTRY", "TEMPLATES", "VECTORS", "VERSION", "digest", "sentence", "spec"]
-
 VERSION = version("kvproto")
 """The suite's version, which is that of the distribution."""
 

@@ -1,7 +1,4 @@
-"""The suite's own deal of tokens and merge: dcp.md word by word, over JSON forms; slow, and in double precision.
-
-It shares no code with kvproto. `answer` answers the questions that `testee` describes, as a right testee would.
-"""
+"""The suite's own deal of tokens and merge: dcp.md word by word, slow; `answer` answers as a right testee would."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
-
-__all__ = ["Deal", "answer", "merge"]
 
 Json = dict[str, Any]
 

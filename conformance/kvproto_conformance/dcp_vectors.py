@@ -1,7 +1,4 @@
-"""Makes the vectors of tokens over ranks: `python -m kvproto_conformance.dcp_vectors` writes spec/v1/vectors/dcp.json.
-
-Inputs are listed here; what is expected comes from the suite's own deal and merge.
-"""
+"""Makes vectors/dcp.json by the suite's own deal and merge: `python -m kvproto_conformance.dcp_vectors`."""
 
 from __future__ import annotations
 
@@ -12,8 +9,6 @@ from typing import Any
 
 from kvproto_conformance.dcp import answer
 from kvproto_conformance.suites import MADE, text
-
-__all__ = ["FILE", "made"]
 
 FILE = MADE / "dcp.json"
 TOLERANCE = "2e-5"
@@ -172,11 +167,5 @@ def made() -> str:
     return text("dcp", cases())
 
 
-def main() -> int:
-    """Write the file."""
-    FILE.write_text(made())
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    FILE.write_text(made())

@@ -11,8 +11,6 @@ from kvproto.planning.geometry import Geometry
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.wire.enums import DType
 
-__all__ = ["cases"]
-
 Case = tuple[str, str, tuple[Geometry, Geometry], list[str], str]
 
 EXACT = "KVP-PLAN-EXACT"

@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Piece", "elect"]
-
 Ranks = tuple[int, ...]
 Unit = tuple[int, int, Ranks, int]
 """Sink group, layer, needy ranks, and the one of them that it is for."""

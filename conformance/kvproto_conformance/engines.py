@@ -12,8 +12,6 @@ from kvproto_conformance.cases import Case
 from kvproto_conformance.run import Result, Status, Wrong
 from kvproto_conformance.testee import NOT_ASKED
 
-__all__ = ["LIVE", "heard", "played", "played_alone", "scenarios", "steps", "unplayable"]
-
 LIVE = {"L3": "session", "L4": "robust"}
 """By level, the suite. The code that runs them needs pyzmq and numpy, and is imported only for a run that has them."""
 _LINES = 300
@@ -52,10 +50,7 @@ def steps(id: str) -> str:
 def played(
     cases: Sequence[Case], commands: Mapping[str, Sequence[str]], told: Callable[[Result], object], seconds: float
 ) -> list[Result]:
-    """Run the cases of each role that has a command for its engine; roles without one have no results.
-
-    What has not begun within so many `seconds` is not run.
-    """
+    """Run the cases of roles that have a command, as far as they begin within so many `seconds`."""
     from kvproto_conformance.live import list_scenarios, run, wirelog
 
     by_id, found, end = {case.id: case for case in cases}, [], time.monotonic() + seconds

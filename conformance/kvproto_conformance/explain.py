@@ -9,8 +9,6 @@ from kvproto_conformance.codec import Refusal
 from kvproto_conformance.codec.facts import HEADER_BYTES, MAGIC, MESSAGES, STRUCTS, find
 from kvproto_conformance.codec.reader import Body, read_envelope, read_map
 
-__all__ = ["explain", "line_of"]
-
 _ENVELOPE = (("magic", 4), ("major", 1), ("minor", 1), ("type", 2), ("flags", 2), ("reserved", 2), ("body length", 4))
 _SHOWN = 16
 """Bytes shown of one value."""

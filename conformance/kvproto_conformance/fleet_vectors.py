@@ -61,25 +61,11 @@ def made() -> str:
                     found = plan(geometries[sides_["source"]], geometries[sides_["sink"]], features)
                     expected = {key: found[key] for key in ("plan", "required", "cold")}
                     id_ = f"{model}, {source} to {sink}{', few' * bool(features)}"
-                    rows.append(
-                        {
-                            "id": id_,
-                            "clause": clause,
-                            **sides_,
-                            "features": features,
-                            **beyond(*(geometries[name] for name in sides_.values())),
-                            "expected": expected,
-                            "note": note,
-                        }
-                    )
+                    needs = beyond(*(geometries[name] for name in sides_.values()))
+                    given = {"id": id_, "clause": clause, **sides_, "features": features}
+                    rows.append({**given, **needs, "expected": expected, "note": note})
     return text("plan/fleets", rows, geometries=geometries)
 
 
-def main() -> int:
-    """Write the file."""
-    FILE.write_text(made())
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    FILE.write_text(made())

@@ -19,8 +19,6 @@ from kvproto_conformance.codec import Refusal, read_frame, read_struct, write_fr
 from kvproto_conformance.codec.facts import GREASE_FEATURES
 from kvproto_conformance.run import PROTOCOL
 
-__all__ = ["FRESH", "PREFIX", "fresh", "freshened"]
-
 Json = dict[str, Any]
 FRESH = 24
 """How many of them a run has."""

@@ -12,8 +12,6 @@ from kvproto_conformance.data import sentence
 from kvproto_conformance.explain import explain
 from kvproto_conformance.report import GOOD, headline, text
 
-__all__ = ["matrix", "matrix_text", "page"]
-
 Json = dict[str, Any]
 _STYLE = """
 :root{color-scheme:light dark;--line:#8884;--good:light-dark(#1a7f37,#3fb950);--bad:light-dark(#cf222e,#f85149);--dim:light-dark(#666,#aaa);--odd:light-dark(#9a6700,#d29922)}

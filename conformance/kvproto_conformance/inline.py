@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["taken"]
-
 
 def taken(length: int, total: int, data: list[list[str]]) -> dict[str, Any]:
     """What is unpacked and counted of these Data, and which was refused first and ended the transfer."""

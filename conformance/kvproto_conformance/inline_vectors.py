@@ -44,11 +44,5 @@ def made() -> str:
     return text("inline", rows)
 
 
-def main() -> int:
-    """Write the file."""
-    FILE.write_text(made())
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    FILE.write_text(made())

@@ -1,7 +1,4 @@
-"""The suite's own answer to windows that begin late: lowering.md word by word, row by row, over JSON forms; slow.
-
-It shares no code with kvproto.
-"""
+"""The suite's own answer to windows that begin late: lowering.md word by word, row by row, in JSON form; slow."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ from typing import Any
 
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.dcp import Deal
-
-__all__ = ["held", "inside_item", "items_of", "served"]
 
 Json = dict[str, Any]
 

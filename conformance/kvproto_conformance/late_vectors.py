@@ -1,7 +1,4 @@
-"""Makes the vectors of windows that begin late: `python -m kvproto_conformance.late_vectors` writes their file.
-
-Inputs are built with kvproto's constructors; what is expected comes from the suite's own `late`.
-"""
+"""Makes vectors/late.json by the suite's own `late`: `python -m kvproto_conformance.late_vectors`."""
 
 from __future__ import annotations
 
@@ -95,11 +92,5 @@ def made() -> str:
     return text("late", rows)
 
 
-def main() -> int:
-    """Write the file."""
-    FILE.write_text(made())
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    FILE.write_text(made())

@@ -14,8 +14,6 @@ from kvproto_conformance.dcp import Deal
 from kvproto_conformance.planner import boxes
 from kvproto_conformance.sections import place
 
-__all__ = ["Place", "copies", "joined", "page_sums", "stream", "sums"]
-
 Json = dict[str, Any]
 Place = tuple[int, int]
 """Region and offset; or item and row."""

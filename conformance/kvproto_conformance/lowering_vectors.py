@@ -1,7 +1,4 @@
-"""Makes the vectors of lowering: `python -m kvproto_conformance.lowering_vectors` writes spec/v1/vectors/lowering.json.
-
-Inputs are built with kvproto's constructors; what is expected comes from the suite's own lowering.
-"""
+"""Makes vectors/lowering.json by the suite's own lowering: `python -m kvproto_conformance.lowering_vectors`."""
 
 from __future__ import annotations
 
@@ -90,28 +87,19 @@ def by_windows(kv: Group) -> Iterator[Case]:
     yield "ring-to-ring", EXACT, side(one(ring), [2], 0, 20, gap=1), side(one(longer), [4], 13, 7), "rings of 8 and 16"
     scales = attrs.evolve(gqa(0, "scales", 0, 2, 4, 1), tokens_per_row=16, partial=True)
     yield (
-        "scale-of-a-page-in-part",
-        EXACT,
-        side(one(scales), [3, 0, 2], 0, 45),
-        side(one(scales), [1, 6], 16, 29),
+        "scale-of-a-page-in-part", EXACT, side(one(scales), [3, 0, 2], 0, 45), side(one(scales), [1, 6], 16, 29),
         "row 2 is the scale of tokens 32 to 44",
-    )
+    )  # fmt: skip
     whole = attrs.evolve(scales, partial=None)
     yield (
-        "rows-covered-wholly",
-        EXACT,
-        side(one(whole), [3, 0], 0, 45),
-        side(one(whole), [1], 16, 29),
+        "rows-covered-wholly", EXACT, side(one(whole), [3, 0], 0, 45), side(one(whole), [1], 16, 29),
         "without partial row 1 alone",
-    )
+    )  # fmt: skip
     half = over(scales, 2, 1)
     yield (
-        "scales-of-one-head",
-        EXACT,
-        side(half, [3, 0], 0, 20, rank=1),
-        side(one(scales), [1, 6], 0, 20),
+        "scales-of-one-head", EXACT, side(half, [3, 0], 0, 20, rank=1), side(one(scales), [1, 6], 0, 20),
         "from the second of two ranks",
-    )
+    )  # fmt: skip
 
 
 def by_sections(kv: Group) -> Iterator[Case]:
@@ -120,49 +108,30 @@ def by_sections(kv: Group) -> Iterator[Case]:
     split = sections(joint, 8, 4)
     window = ([5, 2, 7], 0, 11), ([3, 1], 5, 6)
     yield (
-        "latent-joint",
-        EXACT,
-        side(one(split), *window[0]),
-        side(one(joint), *window[1], gap=3),
+        "latent-joint", EXACT, side(one(split), *window[0]), side(one(joint), *window[1], gap=3),
         "two buffers to one row",
-    )
+    )  # fmt: skip
     yield (
-        "latent-split",
-        EXACT,
-        side(one(joint), *window[0], gap=3),
-        side(one(split), *window[1]),
+        "latent-split", EXACT, side(one(joint), *window[0], gap=3), side(one(split), *window[1]),
         "one row to two buffers",
-    )
+    )  # fmt: skip
     yield (
-        "latent-elsewhere",
-        EXACT,
-        side(one(split), *window[0]),
-        side(one(sections(joint, 3, 9)), *window[1]),
+        "latent-elsewhere", EXACT, side(one(split), *window[0]), side(one(sections(joint, 3, 9)), *window[1]),
         "cut at 3 and at 8",
-    )
+    )  # fmt: skip
     two = sections(kv, 3, 1)
     yield (
-        "heads-in-sections",
-        EXACT,
-        side(one(two), *window[0]),
-        side(one(kv), *window[1]),
-        "a byte of every head apart",
-    )
+        "heads-in-sections", EXACT, side(one(two), *window[0]), side(one(kv), *window[1]), "a byte of every head apart",
+    )  # fmt: skip
     fine = gqa(0, "target", 0, 4, 2, 4, dtype=DType.U8)
     yield (
-        "sections-folded",
-        EXACT,
-        side(one(fine), *window[0]),
-        side(one(two), *window[1]),
+        "sections-folded", EXACT, side(one(fine), *window[0]), side(one(two), *window[1]),
         "lanes of 2 bytes to 3 and 1",
-    )
+    )  # fmt: skip
     yield (
-        "sections-of-a-rank",
-        EXACT,
-        side(odd_small(), *window[0], rank=1),
-        side(one(kv), *window[1]),
+        "sections-of-a-rank", EXACT, side(odd_small(), *window[0], rank=1), side(one(kv), *window[1]),
         "lanes in another order",
-    )
+    )  # fmt: skip
 
 
 def by_kinds(kv: Group) -> Iterator[Case]:
@@ -170,44 +139,30 @@ def by_kinds(kv: Group) -> Iterator[Case]:
     ring = attrs.evolve(kv, kind=ItemKind.RING, rows=8)
     state = attrs.evolve(kv, kind=ItemKind.SLOT, rows=5, live_rows=3)
     yield (
-        "slot-with-scratch",
-        EXACT,
-        side(one(state), [6], 0, 9),
-        side(one(attrs.evolve(state, rows=3)), [0], 0, 9),
+        "slot-with-scratch", EXACT, side(one(state), [6], 0, 9), side(one(attrs.evolve(state, rows=3)), [0], 0, 9),
         "scratch is never sent",
-    )
+    )  # fmt: skip
     yield (
-        "opaque-slot-with-scratch",
-        EXACT,
-        side(one(changed(state, 0, encoding="tiled")), [6], 0, 9),
+        "opaque-slot-with-scratch", EXACT, side(one(changed(state, 0, encoding="tiled")), [6], 0, 9),
         side(one(changed(state, 0, encoding="tiled")), [0], 0, 9),
         "which rows are scratch cannot be told, so it moves whole",
-    )
+    )  # fmt: skip
     coded = changed(kv, 0, encoding="tiled")
     yield (
-        "opaque-in-part",
-        "KVP-GRANT-WHOLE",
-        side(one(coded), [5, 2, 7], 0, 11),
-        side(one(coded), [3, 1], 4, 7),
+        "opaque-in-part", "KVP-GRANT-WHOLE", side(one(coded), [5, 2, 7], 0, 11), side(one(coded), [3, 1], 4, 7),
         "whole items, the plain part too",
-    )
+    )  # fmt: skip
     yield (
         "dealt", EXACT, side(dealt(kv, 2, 3), [4, 6], 0, 14), side(dealt(attrs.evolve(kv, rows=3), 2, 2), [1, 7, 2], 0, 14), "3 tokens in turn to 2 tokens in turn",
     )  # fmt: skip
     yield (
-        "ring-to-dealt",
-        EXACT,
-        side(one_two(ring), [2], 0, 20),
-        side(dealt(kv, 2, 3), [1, 5], 12, 8),
+        "ring-to-dealt", EXACT, side(one_two(ring), [2], 0, 20), side(dealt(kv, 2, 3), [1, 5], 12, 8),
         "rank 0 of two takes its runs of 3",
-    )
+    )  # fmt: skip
     yield (
-        "layers-of-two-models",
-        "KVP-STG-ORDER",
-        side(models(4), [5, 2, 7], 0, 11),
-        side(models(3), [3, 1, 0], 2, 7),
+        "layers-of-two-models", "KVP-STG-ORDER", side(models(4), [5, 2, 7], 0, 11), side(models(3), [3, 1, 0], 2, 7),
         "two layers of the target, keys and values of a draft, pages of other sizes",
-    )
+    )  # fmt: skip
 
 
 def by_many(kv: Group) -> Iterator[Case]:
@@ -273,13 +228,7 @@ def by_shares() -> Iterator[Case]:
         yield id_, EXACT, here, there, note
     whole = shares(kv, every)
     here, there = side(whole, *window[0], apart=True), side(whole, *window[1])
-    yield (
-        "a-region-a-layer",
-        EXACT,
-        here,
-        there,
-        "allocations of their own at the source, one pool at the sink",
-    )
+    yield ("a-region-a-layer", EXACT, here, there, "allocations of their own at the source, one pool at the sink")
     here, there = side(whole, *window[0]), side(whole, *window[1], apart=True)
     yield "to-a-region-a-layer", EXACT, here, there, "the same the other way"
     for id_, a, b in (("odd-layers", True, False), ("to-odd-layers", False, True)):
@@ -295,10 +244,7 @@ def shares(group: Group, owned: list[tuple[Any, list[tuple[int, int]]]]) -> Geom
 
 def models(page: int) -> Geometry:
     """A target whose cache is latent, and a draft with heads."""
-    groups = (
-        gqa(0, "draft", 1, 2, 4, page, dtype=DType.U8),
-        mla(1, "target", 0, 6, page, dtype=DType.U8),
-    )
+    groups = (gqa(0, "draft", 1, 2, 4, page, dtype=DType.U8), mla(1, "target", 0, 6, page, dtype=DType.U8))
     ranks = (Rank(rank=0, owns=(owns(groups[0], [0]), owns(groups[1], range(2)))),)
     return Geometry(replica=0, facts=(), groups=groups, ranks=ranks)
 
@@ -380,11 +326,5 @@ def text_of(cases: Iterable[Case]) -> str:
     return text("lowering", rows)
 
 
-def main() -> int:
-    """Write the file."""
-    FILE.write_text(made())
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    FILE.write_text(made())

@@ -25,8 +25,6 @@ from kvproto_conformance.negotiation import negotiated
 from kvproto_conformance.run import Wrong, run
 from kvproto_conformance.testee import Broken, Testee
 
-__all__ = ["Kept", "Sample", "Version", "all_of", "heard", "kept", "last", "meet", "negotiate", "samples"]
-
 Json = dict[str, Any]
 
 
@@ -86,10 +84,7 @@ class Kept:
         return [*self.speaking, "kvproto_conformance.older"]
 
     def live(self, role: str, ids: Collection[str], adapter: Sequence[str]) -> tuple[bool, str]:
-        """Play scenarios with a live engine as a peer of this version: whether none failed, and what was printed.
-
-        What the engine does not have is neither.
-        """
+        """Play scenarios with a live engine as a peer of this version: whether none failed, and what was printed."""
         chosen = [word for id_ in ids for word in ("--id", id_)]
         command = [*self.speaking, "kvproto_conformance.live", "--role", role, *chosen, "--", *adapter]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -250,10 +245,7 @@ def negotiate(testee: Testee, mine: Json, theirs: Json) -> Iterator[Wrong | None
 def all_of(
     kept: Kept, old: Testee, testee: Testee, claim: Claim, today: Version, vectors: Path = VECTORS
 ) -> Iterator[tuple[str, list[Wrong], int]]:
-    """Comparison of a claim with a candidate: the subject, the failures, the number of questions.
-
-    `today` is the version of the claim's suite, and `vectors` are its vectors.
-    """
+    """Comparison of a claim, of version `today`, with a candidate: the subject, failures, number of questions."""
     now = load(vectors)
     replaced = {case.id: case.minors for case in now}
     held = [attrs.evolve(case, minors=replaced.get(case.id, case.minors)) for case in kept.cases()]

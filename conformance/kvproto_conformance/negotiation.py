@@ -6,8 +6,6 @@ from typing import Any
 
 from kvproto_conformance.codec import Refusal
 
-__all__ = ["negotiated"]
-
 Json = dict[str, Any]
 
 

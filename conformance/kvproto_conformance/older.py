@@ -1,7 +1,4 @@
-"""`python -m kvproto_conformance.older`: a testee that is the suite's own codec, by the tables of a kept version.
-
-The environment's KVPROTO_REGISTRY names that version's registry.
-"""
+"""A testee that is the suite's own codec by the tables of the kept version in KVPROTO_REGISTRY."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ from kvproto_conformance import negotiation
 from kvproto_conformance.codec import Refusal, read_frame, read_stream, read_struct, write_frame, write_struct
 from kvproto_conformance.codec.facts import MAJOR, MESSAGES, MINOR, STRUCTS
 from kvproto_conformance.data import spec
-
-__all__ = ["main"]
 
 Json = dict[str, Any]
 

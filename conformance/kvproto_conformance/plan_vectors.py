@@ -1,7 +1,4 @@
-"""Makes the plan vectors: `python -m kvproto_conformance.plan_vectors` writes spec/v1/vectors/plan/.
-
-Inputs are built with kvproto's constructors; what is expected comes from the suite's own planner.
-"""
+"""Makes vectors/plan/ by the suite's own planner: `python -m kvproto_conformance.plan_vectors`."""
 
 from __future__ import annotations
 
@@ -90,38 +87,26 @@ def cases() -> Iterator[Case]:
 def _replicas() -> Iterator[Case]:
     """Caches that several ranks hold alike: who sends them."""
     yield (
-        "mla-gqa-8-4",
-        EXACT,
-        (mixed(8), mixed(4)),
-        [],
+        "mla-gqa-8-4", EXACT, (mixed(8), mixed(4)), [],
         "draft shards are lost where the target alone decides who sends",
-    )
+    )  # fmt: skip
     yield (
-        "mla-gqa-8-4-one",
-        "KVP-PLAN-SPREAD",
-        (mixed(8), mixed(4)),
-        ["SPREAD_ONE"],
+        "mla-gqa-8-4-one", "KVP-PLAN-SPREAD", (mixed(8), mixed(4)), ["SPREAD_ONE"],
         "the same, replicas read from the lowest",
-    )
+    )  # fmt: skip
     yield (
-        "mla-gqa-8-4-few",
-        "KVP-PLAN-FEW",
-        (mixed(8), mixed(4)),
-        ["FEW_SOURCES"],
+        "mla-gqa-8-4-few", "KVP-PLAN-FEW", (mixed(8), mixed(4)), ["FEW_SOURCES"],
         "the same, and at most twice the load",
-    )
+    )  # fmt: skip
     few = [mixed(8, 61), mixed(3, 61)]
     yield "mla-gqa-8-3-few", "KVP-PLAN-FEW", (few[0], few[1]), ["FEW_SOURCES"], "each sink rank has two runs"
     both = ["SPREAD_ONE", "FEW_SOURCES"]
     yield "mla-gqa-8-3-both", "KVP-PLAN-SPREAD", (few[0], few[1]), both, "SPREAD_ONE decides where both are chosen"
     for replica in (1, 2, 7):
         yield (
-            f"mla-gqa-8-4-replica-{replica}",
-            EXACT,
-            (mixed(8), mixed(4, replica=replica)),
-            [],
+            f"mla-gqa-8-4-replica-{replica}", EXACT, (mixed(8), mixed(4, replica=replica)), [],
             "another sink replica starts its deal elsewhere",
-        )
+        )  # fmt: skip
     yield "mla-16-1", EXACT, (mixed(16), mixed(1)), [], "a replicated latent was written by every rank that holds it"
     yield "mla-1-16", EXACT, (mixed(1), mixed(16)), [], "one source, many sinks"
 
@@ -130,31 +115,22 @@ def _head_counts() -> Iterator[Case]:
     """Numbers of heads and ranks that do not divide each other."""
     for number, d, p in ((12, 4, 6), (6, 2, 3), (12, 3, 4), (24, 4, 6), (12, 6, 4), (6, 3, 2), (12, 4, 3), (24, 6, 4)):
         yield (
-            f"heads-{number}-{p}-{d}",
-            EXACT,
-            (gqa_engine(number, p), gqa_engine(number, d)),
-            [],
+            f"heads-{number}-{p}-{d}", EXACT, (gqa_engine(number, p), gqa_engine(number, d)), [],
             "ranks that do not divide: heads were dropped, or a key was missing",
-        )
+        )  # fmt: skip
     for number, p, d in ((5, 3, 2), (7, 2, 5), (9, 4, 6), (2, 8, 4), (2, 4, 8), (1, 8, 3), (3, 8, 5), (4, 16, 1)):
         yield (
-            f"heads-{number}-{p}-{d}",
-            EXACT,
-            (gqa_engine(number, p), gqa_engine(number, d)),
-            [],
+            f"heads-{number}-{p}-{d}", EXACT, (gqa_engine(number, p), gqa_engine(number, d)), [],
             "uneven shares; more ranks than heads, replicated in consecutive runs",
-        )
+        )  # fmt: skip
 
 
 def _stages() -> Iterator[Case]:
     """Pipeline stages that do not match."""
     yield (
-        "stages-7-8",
-        EXACT,
-        (stages([7, 8]), stages([15])),
-        [],
+        "stages-7-8", EXACT, (stages([7, 8]), stages([15])), [],
         "uneven stages: V of layer 0 was written over K of the last",
-    )
+    )  # fmt: skip
     yield "stages-8-7-to-5-5-5", EXACT, (stages([8, 7]), stages([5, 5, 5])), [], "stages that do not match"
     yield "stages-to-more", EXACT, (stages([15]), stages([4, 4, 4, 3])), [], "one rank to four stages"
 
@@ -163,42 +139,27 @@ def _drafts() -> Iterator[Case]:
     """Drafts that one side lacks."""
     draft_more = engine((gqa(0, "target", 0, 2, 128, 16), 2, None), (gqa(1, "draft", 1, 2, 128, 16), 2, None), ranks=1)
     yield (
-        "draft-of-decode-alone",
-        "KVP-PLAN-FIT",
-        (gqa_engine(2, 1), draft_more),
-        [],
+        "draft-of-decode-alone", "KVP-PLAN-FIT", (gqa_engine(2, 1), draft_more), [],
         "V of the target was written over K of the draft",
-    )
+    )  # fmt: skip
     yield (
-        "draft-cold",
-        "KVP-PLAN-COLD",
-        (gqa_engine(2, 1), draft_more),
-        ["COLD_DRAFT"],
+        "draft-cold", "KVP-PLAN-COLD", (gqa_engine(2, 1), draft_more), ["COLD_DRAFT"],
         "both agreed that the draft starts cold",
-    )
+    )  # fmt: skip
     alone = gqa_engine(2, 1)
     yield (
-        "draft-of-no-rank",
-        "KVP-PLAN-FIT",
-        (attrs.evolve(alone, groups=draft_more.groups), draft_more),
-        [],
+        "draft-of-no-rank", "KVP-PLAN-FIT", (attrs.evolve(alone, groups=draft_more.groups), draft_more), [],
         "a part that the source states and no rank of it owns is one that it lacks",
-    )
+    )  # fmt: skip
     yield (
-        "draft-cold-unowned",
-        "KVP-PLAN-COLD",
-        (alone, attrs.evolve(alone, groups=draft_more.groups)),
-        ["COLD_DRAFT"],
+        "draft-cold-unowned", "KVP-PLAN-COLD", (alone, attrs.evolve(alone, groups=draft_more.groups)), ["COLD_DRAFT"],
         "a draft that no sink rank owns anything of does not start at all",
-    )
+    )  # fmt: skip
     ordered = attrs.evolve(alone.groups[0], order=np.array([1, 0, 5], dtype=np.uint32))
     yield (
-        "order-of-no-deal",
-        "KVP-DCP-ONE",
-        (attrs.evolve(alone, groups=(ordered,)), alone),
-        [],
+        "order-of-no-deal", "KVP-DCP-ONE", (attrs.evolve(alone, groups=(ordered,)), alone), [],
         "one cp rank has all tokens, whatever order it states",
-    )
+    )  # fmt: skip
     yield "draft-of-prefill-alone", EXACT, (draft_more, gqa_engine(2, 1)), [], "what the sink does not have is not sent"
 
 
@@ -222,12 +183,9 @@ def _models() -> Iterator[Case]:
     for p, d in ((4, 2), (2, 4), (3, 2)):
         pair_ = describe(hybrid, (), Parallel(tp=p)), describe(hybrid, (), Parallel(tp=d))
         yield (
-            f"mamba2-one-group-{p}-{d}",
-            EXACT,
-            pair_,
-            [],
+            f"mamba2-one-group-{p}-{d}", EXACT, pair_, [],
             "x of the conv state is cut by heads, B and C of the one group are on every rank",
-        )
+        )  # fmt: skip
     for deal, other in (
         ((2, 4, 16), (8, 2, 1)),
         ((1, 4, 4), (2, 2, 6)),
@@ -238,24 +196,18 @@ def _models() -> Iterator[Case]:
         source = describe(config, (), Parallel(tp=deal[0], cp=deal[1], interleave=deal[2]))
         sink = describe(config, (), Parallel(tp=other[0], dcp=other[1], interleave=other[2]))
         yield (
-            f"cp-{deal[1]}x{deal[2]}-dcp-{other[1]}x{other[2]}",
-            EXACT,
-            (source, sink),
-            [],
+            f"cp-{deal[1]}x{deal[2]}-dcp-{other[1]}x{other[2]}", EXACT, (source, sink), [],
             "tokens dealt over ranks on both sides, interleaves apart",
-        )
+        )  # fmt: skip
 
 
 def _kinds() -> Iterator[Case]:
     """Rings, rows of several tokens, hand-offs, and other axes than tokens."""
     ring = attrs.evolve(gqa(0, "window", 0, 2, 64, 8), kind=ItemKind.RING)
     yield (
-        "ring-8-16",
-        EXACT,
-        (engine((ring, 2, None), ranks=1), engine((attrs.evolve(ring, rows=16), 2, None), ranks=2)),
-        [],
-        "each side states its own ring",
-    )
+        "ring-8-16", EXACT, (engine((ring, 2, None), ranks=1), engine((attrs.evolve(ring, rows=16), 2, None), ranks=2)),
+        [], "each side states its own ring",
+    )  # fmt: skip
     compressed = [
         attrs.evolve(
             mla(i, f"c{step}", 0, 576, 64),
@@ -264,30 +216,19 @@ def _kinds() -> Iterator[Case]:
         )
         for i, step in enumerate((4, 128))
     ]
-    yield (
-        "compressed-4-128",
-        EXACT,
-        tuple(engine(*((g, 2, None) for g in compressed), ranks=n) for n in (4, 2)),
-        [],
-        "rows that cover 4 and 128 tokens",
-    )  # type: ignore[misc]
+    four, two = (engine(*((g, 2, None) for g in compressed), ranks=n) for n in (4, 2))
+    yield "compressed-4-128", EXACT, (four, two), [], "rows that cover 4 and 128 tokens"
     fine = attrs.evolve(gqa(0, "target", 0, 8, 32, 16))
     yield (
-        "lanes-cut-finer",
-        EXACT,
-        (engine((fine, 2, heads(8, 4)), ranks=4), gqa_engine(2, 2)),
-        [],
+        "lanes-cut-finer", EXACT, (engine((fine, 2, heads(8, 4)), ranks=4), gqa_engine(2, 2)), [],
         "one side's lane is four of the other's",
-    )
+    )  # fmt: skip
     first = handoff(1, "first token", {"token": (DType.U32, 4)})
     with_first = [engine((gqa(0, "target", 0, 2, 128, 16), 2, heads(2, n)), (first, 1, None), ranks=n) for n in (2, 1)]
     yield (
-        "hand-off",
-        EXACT,
-        (with_first[0], with_first[1]),
-        [],
+        "hand-off", EXACT, (with_first[0], with_first[1]), [],
         "first tokens are a group: they make a route of their own",
-    )
+    )  # fmt: skip
     for axis, tp, dcp in (("image", 2, 1), ("audio", 4, 2)):
         caches = [
             Cache.gqa("self", 4, kv_heads=4, head_dim=64, page=16),
@@ -307,21 +248,15 @@ def _lanes() -> Iterator[Case]:
     order = tuple(LaneSpan(part=p, lo=lo, hi=hi) for p in (0, 1) for lo, hi in ((2, 4), (0, 2)))
     swapped = attrs.evolve(swapped, ranks=(Rank(rank=0, owns=(attrs.evolve(share, lanes=order),)),))
     yield (
-        "lanes-in-another-order",
-        EXACT,
-        (gqa_engine(4, 2), swapped),
-        [],
+        "lanes-in-another-order", EXACT, (gqa_engine(4, 2), swapped), [],
         "where a rank stores its heads is not which heads they are",
-    )
+    )  # fmt: skip
     later = attrs.evolve(gqa(0, "target", 0, 2, 128, 16), parts=_parts(dtype=77))
     note = "bytes of an element type that neither side knows are bytes"
     yield (
-        "dtype-unknown",
-        "KVP-PLAN-FIT",
-        (engine((later, 2, None), ranks=2), engine((later, 2, None), ranks=1)),
-        [],
+        "dtype-unknown", "KVP-PLAN-FIT", (engine((later, 2, None), ranks=2), engine((later, 2, None), ranks=1)), [],
         note,
-    )
+    )  # fmt: skip
 
 
 def _refusals() -> Iterator[Case]:
@@ -380,12 +315,10 @@ def _opaque() -> Iterator[Case]:
     alike = [engine((tiled[0], 2, heads(4, n)), ranks=n) for n in (2, 2, 1)]
     yield "opaque-alike", EXACT, (alike[0], alike[1]), [], "tiled pages move whole between ranks that divide alike"
     yield (
-        "opaque-families",
-        EXACT,
-        (engine((tiled[1], 4, heads(2, 4)), ranks=4), engine((tiled[1], 4, heads(2, 2)), ranks=2)),
-        [],
+        "opaque-families", EXACT,
+        (engine((tiled[1], 4, heads(2, 4)), ranks=4), engine((tiled[1], 4, heads(2, 2)), ranks=2)), [],
         "replicas of an opaque share are its family",
-    )
+    )  # fmt: skip
     yield "refused-opaque-share", "KVP-PLAN-OPAQUE", (alike[0], alike[2]), [], "half a tile is no tile"
 
 
@@ -396,21 +329,16 @@ def _misfits() -> Iterator[Case]:
     )
     halves = attrs.evolve(thirds, parts=tuple(Part(name=n, dtype=DType.F32, lanes=2, lane_bytes=96) for n in "kv"))
     yield (
-        "refused-fold",
-        "KVP-PLAN-FIT",
-        (engine((thirds, 1, None), ranks=1), engine((halves, 1, None), ranks=1)),
-        [],
+        "refused-fold", "KVP-PLAN-FIT", (engine((thirds, 1, None), ranks=1), engine((halves, 1, None), ranks=1)), [],
         "lanes of 64 and 96 bytes",
-    )
+    )  # fmt: skip
     yield "refused-layer", "KVP-PLAN-FIT", (gqa_engine(2, 1, 2), gqa_engine(2, 1, 3)), [], "a layer more at the sink"
     part_of = engine((gqa(0, "target", 0, 2, 128, 16), 2, lambda rank: [(0, 1)]), ranks=1)
     yield (
-        "refused-layer-before-coverage",
-        "KVP-PLAN-FIT",
-        (engine((gqa(0, "target", 0, 2, 128, 16), 2, lambda rank: [(0, 1)]), ranks=1), gqa_engine(2, 1, 3)),
-        [],
+        "refused-layer-before-coverage", "KVP-PLAN-FIT",
+        (engine((gqa(0, "target", 0, 2, 128, 16), 2, lambda rank: [(0, 1)]), ranks=1), gqa_engine(2, 1, 3)), [],
         "all layers are compared before any is cut",
-    )
+    )  # fmt: skip
     yield "refused-coverage", "KVP-PLAN-COVER", (part_of, gqa_engine(2, 1)), [], "a head that no rank states"
     named = [
         attrs.evolve(gqa_engine(2, 1), facts=facts(f))
@@ -495,33 +423,25 @@ def _parts(**changes: Any) -> tuple[Part, ...]:
     return tuple(attrs.evolve(p, **changes) for p in gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16).parts)
 
 
-FILES: dict[str, Callable[[], Iterator[Case]]] = {
-    "plan.json": cases,
-    "deals.json": deals_vectors.cases,
-}
+FILES: dict[str, Callable[[], Iterator[Case]]] = {"plan.json": cases, "deals.json": deals_vectors.cases}
+
+
+def row(id: str, clause: str, pair: Pair, features: list[str], note: str) -> dict[str, Any]:
+    """A case, with what the suite's own planner makes of it."""
+    source, sink = map(to_json, pair)
+    try:
+        expected: dict[str, Any] = {"expected": plan(source, sink, features)}
+    except Refusal as refusal:
+        expected = {"error": refusal.code, "path": refusal.path}
+    given = {"source": source, "sink": sink, "features": features}
+    return {"id": id, "clause": clause, **given, **beyond(source, sink), **expected, "note": note}
 
 
 def made(file: str) -> str:
     """The text of a file."""
-    rows = []
-    for id_, clause, (source, sink), features, note in FILES[file]():
-        given: dict[str, Any] = {"source": to_json(source), "sink": to_json(sink), "features": features}
-        try:
-            expected: dict[str, Any] = {"expected": plan(given["source"], given["sink"], features)}
-        except Refusal as refusal:
-            expected = {"error": refusal.code, "path": refusal.path}
-        rows.append(
-            {"id": id_, "clause": clause, **given, **beyond(given["source"], given["sink"]), **expected, "note": note}
-        )
-    return text("plan", rows)
-
-
-def main() -> int:
-    """Write the files."""
-    for file in FILES:
-        (FOLDER / file).write_text(made(file))
-    return 0
+    return text("plan", (row(*case) for case in FILES[file]()))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    for file in FILES:
+        (FOLDER / file).write_text(made(file))

@@ -20,8 +20,6 @@ from kvproto_conformance.codec.facts import LIMITS, OPTIONAL, PART_NAMES
 from kvproto_conformance.electing import Piece, elect
 from kvproto_conformance.sections import lane, place
 
-__all__ = ["boxes", "plan"]
-
 Json = dict[str, Any]
 Row = tuple[int, ...]
 _STRICTNESS = {"EQUAL": 0, "WARN": 1, "IGNORE": 2}

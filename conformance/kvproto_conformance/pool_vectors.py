@@ -1,9 +1,4 @@
-"""Makes vectors of pools: `python -m kvproto_conformance.pool_vectors` writes spec/v1/vectors/lowering-pools.json.
-
-Where the bytes of an item lie is stated by strides alone: heads before rows, layers of one item, items between rows,
-and whatever else engines do. Inputs are built with kvproto's constructors; what is expected comes from the suite's own
-lowering.
-"""
+"""Makes lowering-pools.json, of all that strides can state: `python -m kvproto_conformance.pool_vectors`."""
 
 from __future__ import annotations
 
@@ -21,8 +16,6 @@ from kvproto.wire.messages import Columns, Grants
 from kvproto_conformance.lowering_vectors import Case, shares, table, text_of
 from kvproto_conformance.row_vectors import changed, dealt, layers_apart, one, one_two, sections
 from kvproto_conformance.suites import MADE
-
-__all__ = ["FILE", "made", "side", "whole"]
 
 FILE = MADE / "lowering-pools.json"
 POOL = 12
@@ -59,10 +52,7 @@ def heads_between(rows: int, lanes: int, size: int) -> Strides:
 
 
 def columns(share: Owns, group: Group, *orders: Order, joint: bool = False) -> Columns:
-    """Where a share lies in the region of its group: its layers take turns with the orders.
-
-    Columns follow each other, or with `joint` an item has a place for each of them.
-    """
+    """Where a share lies in its group's region: layers take turns with the orders; if `joint`, in each item."""
     made: list[Strides] = []
     for n in range(share.layers.size):
         for p, part in enumerate(group.parts):
@@ -206,12 +196,9 @@ def _several() -> Iterator[Case]:
     joint = mla(0, "target", 0, 6, 4, dtype=DType.U8)
     apart, together = layers_apart(joint), whole(joint, 4)
     yield (
-        "two-groups-to-one",
-        EXACT,
-        side(apart, 0, 11),
-        side(together, 5, 6),
+        "two-groups-to-one", EXACT, side(apart, 0, 11), side(together, 5, 6),
         "layers 0 and 2 from pages of 4, 1 and 3 from pages of 5",
-    )
+    )  # fmt: skip
     yield "one-group-to-two", EXACT, side(together, 0, 11), side(apart, 5, 6), "the same back"
     other = attrs.evolve(joint, id=1, name="late", rows=3)
     halves = Geometry(
@@ -222,40 +209,28 @@ def _several() -> Iterator[Case]:
         replica=0, facts=(), groups=halves.groups, ranks=(Rank(rank=0, owns=(owns(joint, [0, 1]), owns(other, [2, 3]))),)
     ), 5, 6), "each group of the sink draws from both"  # fmt: skip
     yield (
-        "layers-that-nobody-asks-for",
-        EXACT,
-        side(halves, 0, 11),
-        side(shares(joint, [((1, 2, 5), [(0, 1)])]), 5, 6),
+        "layers-that-nobody-asks-for", EXACT, side(halves, 0, 11), side(shares(joint, [((1, 2, 5), [(0, 1)])]), 5, 6),
         "layers 1, 2 and 5, out of two groups",
-    )
+    )  # fmt: skip
     stacked = [(range(4), [(0, 2)]), (range(2, 6), [(0, 2)]), (range(1, 3), [(0, 2)])]
     for rank in range(3):
         yield (
-            f"stages-that-overlap-{rank}",
-            EXACT,
-            side(shares(kv, stacked), 0, 11, heads, rank=rank),
-            side(whole(kv, 6), 5, 6),
-            "layers that two or three ranks have, of which each sends some",
-        )
+            f"stages-that-overlap-{rank}", EXACT, side(shares(kv, stacked), 0, 11, heads, rank=rank),
+            side(whole(kv, 6), 5, 6), "layers that two or three ranks have, of which each sends some",
+        )  # fmt: skip
     first = handoff(1, "first token", {"token": (DType.U32, 4)})
     beside = Geometry(
         replica=0, facts=(), groups=(kv, first), ranks=(Rank(rank=0, owns=(owns(kv, [0, 1]), owns(first, [0]))),)
     )
     yield (
-        "beside-a-hand-off",
-        "KVP-STG-ORDER",
-        side(beside, 0, 11),
-        side(beside, 5, 6),
+        "beside-a-hand-off", "KVP-STG-ORDER", side(beside, 0, 11), side(beside, 5, 6),
         "hand-off data are in no copy and no stream",
-    )
+    )  # fmt: skip
     image = attrs.evolve(kv, axis="image")
     yield (
-        "rows-of-images",
-        EXACT,
-        side(whole(image), 0, 11),
-        side(whole(attrs.evolve(image, rows=3)), 5, 6, heads),
+        "rows-of-images", EXACT, side(whole(image), 0, 11), side(whole(attrs.evolve(image, rows=3)), 5, 6, heads),
         "positions of images",
-    )
+    )  # fmt: skip
     part = Geometry(
         replica=0, facts=(), groups=(kv,),
         ranks=(Rank(rank=0, owns=(attrs.evolve(owns(kv, [0, 3]), lanes=tuple(
@@ -263,12 +238,9 @@ def _several() -> Iterator[Case]:
         )),)),),
     )  # fmt: skip
     yield (
-        "keys-turned-alone",
-        EXACT,
-        side(whole(kv, 4), 0, 11, heads),
-        side(part, 5, 6, heads),
+        "keys-turned-alone", EXACT, side(whole(kv, 4), 0, 11, heads), side(part, 5, 6, heads),
         "keys in another order of heads than values",
-    )
+    )  # fmt: skip
 
 
 def _rows() -> Iterator[Case]:
@@ -292,85 +264,55 @@ def _opaque_items(kv: Group) -> Iterator[Case]:
     """Items that move whole."""
     coded = changed(kv, 0, encoding="tiled")
     yield (
-        "opaque-no-row",
-        "KVP-GRANT-WHOLE",
-        side(whole(coded), 0, 11),
-        side(whole(coded), 8, 0),
+        "opaque-no-row", "KVP-GRANT-WHOLE", side(whole(coded), 0, 11), side(whole(coded), 8, 0),
         "a window of no tokens of whole items",
-    )
+    )  # fmt: skip
     zigzag = table(coded, [0, 1, 1, 0], 2)
     yield (
-        "opaque-no-row-of-a-rank",
-        "KVP-GRANT-WHOLE",
-        side(zigzag, 0, 16, rank=0),
-        side(zigzag, 8, 0, rank=0),
+        "opaque-no-row-of-a-rank", "KVP-GRANT-WHOLE", side(zigzag, 0, 16, rank=0), side(zigzag, 8, 0, rank=0),
         "the same of a deal",
-    )
+    )  # fmt: skip
     turn = dealt(coded, 2, 4)
     yield (
-        "opaque-of-the-other-rank",
-        "KVP-GRANT-WHOLE",
-        side(turn, 0, 12, rank=1),
-        side(turn, 8, 4, rank=1),
+        "opaque-of-the-other-rank", "KVP-GRANT-WHOLE", side(turn, 0, 12, rank=1), side(turn, 8, 4, rank=1),
         "all tokens of the window are rank 0's",
-    )
+    )  # fmt: skip
     tiled = attrs.evolve(coded, kind=ItemKind.RING, rows=8)
     yield (
-        "opaque-ring",
-        "KVP-GRANT-WHOLE",
-        side(whole(tiled), 0, 20, heads),
-        side(whole(tiled), 12, 8),
+        "opaque-ring", "KVP-GRANT-WHOLE", side(whole(tiled), 0, 20, heads), side(whole(tiled), 12, 8),
         "it moves as it is, with its rows from 0",
-    )
+    )  # fmt: skip
 
 
 def _items_of_heads(kv: Group) -> Iterator[Case]:
     """Rings, slots and deals whose rows lie between their heads."""
     ring = attrs.evolve(kv, kind=ItemKind.RING, rows=8)
     yield (
-        "ring-heads-first",
-        EXACT,
-        side(one_two(ring), 0, 20, heads),
-        side(one_two(kv), 13, 7, heads),
+        "ring-heads-first", EXACT, side(one_two(ring), 0, 20, heads), side(one_two(kv), 13, 7, heads),
         "a ring that wraps in each head, to pages",
-    )
+    )  # fmt: skip
     yield (
-        "pages-to-ring-heads-first",
-        EXACT,
-        side(one_two(kv), 0, 20, padded),
-        side(one_two(ring), 13, 7, heads),
+        "pages-to-ring-heads-first", EXACT, side(one_two(kv), 0, 20, padded), side(one_two(ring), 13, 7, heads),
         "the same back",
-    )
+    )  # fmt: skip
     yield (
-        "ring-of-the-last-rows",
-        EXACT,
-        side(one_two(ring), 0, 20),
-        side(one_two(kv), 12, 8),
+        "ring-of-the-last-rows", EXACT, side(one_two(ring), 0, 20), side(one_two(kv), 12, 8),
         "all rows that the ring still has",
-    )
+    )  # fmt: skip
     state = attrs.evolve(kv, kind=ItemKind.SLOT, rows=5, live_rows=3)
     yield (
-        "slot-heads-first",
-        EXACT,
-        side(one(state), 0, 9, heads),
-        side(one(attrs.evolve(state, rows=3)), 0, 9, padded),
+        "slot-heads-first", EXACT, side(one(state), 0, 9, heads), side(one(attrs.evolve(state, rows=3)), 0, 9, padded),
         "state whose scratch rows lie between its heads",
-    )
+    )  # fmt: skip
     deal = dealt(kv, 2, 3)
     yield (
-        "dealt-heads-first",
-        "KVP-DCP-OWNER",
-        side(deal, 0, 20, heads, rank=1),
-        side(dealt(attrs.evolve(kv, rows=3), 3, 2), 0, 20, heads, rank=2),
-        "tokens dealt on both sides, in HND",
-    )
+        "dealt-heads-first", "KVP-DCP-OWNER", side(deal, 0, 20, heads, rank=1),
+        side(dealt(attrs.evolve(kv, rows=3), 3, 2), 0, 20, heads, rank=2), "tokens dealt on both sides, in HND",
+    )  # fmt: skip
     yield (
-        "no-row-of-a-rank",
-        "KVP-DCP-OWNER",
-        side(deal, 0, 20, padded, rank=1),
-        side(whole(kv), 6, 2, heads),
+        "no-row-of-a-rank", "KVP-DCP-OWNER", side(deal, 0, 20, padded, rank=1), side(whole(kv), 6, 2, heads),
         "a window of two tokens, which rank 0 of the source has",
-    )
+    )  # fmt: skip
 
 
 def made() -> str:
@@ -378,11 +320,5 @@ def made() -> str:
     return text_of(cases())
 
 
-def main() -> int:
-    """Write the file."""
-    FILE.write_text(made())
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    FILE.write_text(made())

@@ -16,8 +16,6 @@ from kvproto_conformance.fresh import PREFIX, freshened
 from kvproto_conformance.run import PROTOCOL, Verdict, probes, run
 from kvproto_conformance.testee import Testee
 
-__all__ = ["replayed"]
-
 Json = dict[str, Any]
 
 

@@ -18,8 +18,6 @@ from kvproto_conformance.codec.facts import MAJOR, MINOR
 from kvproto_conformance.data import digest, sentence, spec
 from kvproto_conformance.run import PROTOCOL, Greeting, Result, Status, Verdict
 
-__all__ = ["BadReport", "Run", "badge", "headline", "junit", "read", "summary"]
-
 Json = dict[str, Any]
 SCHEMA = 1
 COLOURS = {"conformant": "brightgreen", "incomplete": "yellow", "nonconformant": "red", "invalid-run": "lightgrey"}

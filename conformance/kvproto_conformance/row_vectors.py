@@ -1,7 +1,4 @@
-"""Makes plan vectors of rows, rings and sections: `python -m kvproto_conformance.row_vectors` writes plan/rows.json.
-
-Inputs are built with kvproto's constructors; what is expected comes from the suite's own planner.
-"""
+"""Makes plan/rows.json, of rows, rings and sections, by the suite's own planner, as `plan_vectors` does."""
 
 from __future__ import annotations
 
@@ -12,16 +9,11 @@ import attrs
 import numpy as np
 
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, gqa, handoff, mla, owns
-from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
-from kvproto_conformance.checking import beyond
-from kvproto_conformance.codec import Refusal
-from kvproto_conformance.plan_vectors import engine, heads
-from kvproto_conformance.planner import plan
+from kvproto_conformance.plan_vectors import Pair, engine, heads, row
 from kvproto_conformance.suites import MADE, text
 
 FILE = MADE / "plan/rows.json"
-Pair = tuple[Geometry, Geometry]
 Case = tuple[str, str, Pair, str]
 """Id, clause, source and sink, note."""
 EXACT, FIT, OPAQUE = "KVP-PLAN-EXACT", "KVP-PLAN-FIT", "KVP-PLAN-OPAQUE"
@@ -72,10 +64,7 @@ def one(*groups: Group) -> Geometry:
 def odd_owners() -> Geometry:
     """Two ranks that hold other lanes of each section, in another order."""
     group = sections(HEADS, 12, 4)
-    lanes = [
-        [(0, 2, 3), (0, 0, 2), (1, 0, 1), (2, 0, 4)],
-        [(0, 3, 4), (0, 0, 1), (1, 1, 4), (2, 0, 4)],
-    ]
+    lanes = [[(0, 2, 3), (0, 0, 2), (1, 0, 1), (2, 0, 4)], [(0, 3, 4), (0, 0, 1), (1, 1, 4), (2, 0, 4)]]
     made = []
     for rank, spans in enumerate(lanes):
         owned = tuple(LaneSpan(part=p, lo=lo, hi=hi) for p, lo, hi in spans)
@@ -104,27 +93,21 @@ def _scales_of_pages() -> Iterator[Case]:
     """Rows that are scales of several tokens."""
     for p, d in ((4, 2), (2, 4), (1, 3), (3, 2), (8, 1)):
         yield (
-            f"page-scales-{p}-{d}",
-            EXACT,
-            (over(SCALES, p), over(SCALES, d)),
+            f"page-scales-{p}-{d}", EXACT, (over(SCALES, p), over(SCALES, d)),
             "scales of pages are lanes like any others",
-        )
+        )  # fmt: skip
     yield (
         "page-scales-dealt", EXACT, (dealt(SCALES, 2, 16), dealt(SCALES, 4, 32)), "rows of 16 tokens, dealt by one and by two",
     )  # fmt: skip
     yield (
-        "page-scales-draft",
-        EXACT,
-        (over(attrs.evolve(SCALES, model=1), 2), over(attrs.evolve(SCALES, model=1), 4)),
+        "page-scales-draft", EXACT, (over(attrs.evolve(SCALES, model=1), 2), over(attrs.evolve(SCALES, model=1), 4)),
         "of a draft",
-    )
+    )  # fmt: skip
     whole = attrs.evolve(SCALES, partial=None)
     yield (
-        "partial-false",
-        EXACT,
-        (over(whole, 2), over(attrs.evolve(SCALES, partial=False), 1)),
+        "partial-false", EXACT, (over(whole, 2), over(attrs.evolve(SCALES, partial=False), 1)),
         "false is what absent means",
-    )
+    )  # fmt: skip
     yield "refused-partial-sink", FIT, (over(whole, 2), over(SCALES, 1)), "a source that does not fill rows in part"
     yield "refused-partial-source", FIT, (over(SCALES, 2), over(whole, 1)), "a sink that does not want rows in part"
     other = attrs.evolve(SCALES, tokens_per_row=32)
@@ -142,19 +125,13 @@ def _owners() -> Iterator[Case]:
     yield "heads-that-nobody-needs", EXACT, (over(HEADS, 2), inner), "the outer heads have an owner and no use"
     yield "heads-of-nobody-else", EXACT, (over(HEADS, 4), inner), "two of four ranks send nothing"
     yield (
-        "refused-heads-of-nobody",
-        "KVP-PLAN-COVER",
-        (inner, over(HEADS, 2)),
-        "the outer heads have a use and no owner",
-    )
+        "refused-heads-of-nobody", "KVP-PLAN-COVER", (inner, over(HEADS, 2)), "the outer heads have a use and no owner",
+    )  # fmt: skip
 
     state = attrs.evolve(SLOT, live_rows=3)
     yield (
-        "live-rows-elsewhere",
-        EXACT,
-        (over(state, 2), over(attrs.evolve(SLOT, rows=3), 1)),
-        "3 of 4 rows are all of 3",
-    )
+        "live-rows-elsewhere", EXACT, (over(state, 2), over(attrs.evolve(SLOT, rows=3), 1)), "3 of 4 rows are all of 3",
+    )  # fmt: skip
     yield "refused-live-rows", FIT, (over(state, 1), over(SLOT, 1)), "a state of 3 rows to one of 4"
 
 
@@ -177,18 +154,14 @@ def _rings() -> Iterator[Case]:
         ("hand-off-to-pages", handoff(0, "target", {"k": (DType.U8, 64), "v": (DType.U8, 64)}), HEADS),
     ):  # fmt: skip
         yield (
-            f"refused-{name}",
-            FIT,
-            (one(source), one(sink)),
+            f"refused-{name}", FIT, (one(source), one(sink)),
             "rows that do not stand for the same, or bytes that nobody may cut",
-        )
+        )  # fmt: skip
     beside = attrs.evolve(changed(HEADS, 1, encoding="tiled"), kind=ItemKind.RING)
     yield (
-        "refused-ring-beside-opaque",
-        FIT,
-        (one(HEADS), one(beside)),
+        "refused-ring-beside-opaque", FIT, (one(HEADS), one(beside)),
         "the plain part of a group whose items move whole",
-    )
+    )  # fmt: skip
 
 
 def _sections() -> Iterator[Case]:
@@ -198,27 +171,20 @@ def _sections() -> Iterator[Case]:
         yield f"latent-split-joint-{p}-{d}", EXACT, (over(split, p), over(LATENT, d)), "two buffers to one row"
         yield f"latent-joint-split-{p}-{d}", EXACT, (over(LATENT, p), over(split, d)), "one row to two buffers"
     yield (
-        "latent-cut-elsewhere",
-        EXACT,
-        (one(split), one(sections(LATENT, 512, 256, 384))),
-        "sections that do not match",
-    )
+        "latent-cut-elsewhere", EXACT, (one(split), one(sections(LATENT, 512, 256, 384))), "sections that do not match",
+    )  # fmt: skip
     yield "latent-one-section", EXACT, (one(sections(LATENT, 1152)), one(LATENT)), "a section that is the whole"
     for p, d in ((2, 1), (1, 2), (4, 4), (3, 2)):
         yield (
-            f"k-in-two-{p}-{d}",
-            EXACT,
-            (over(sections(HEADS, 12, 4), p), over(HEADS, d)),
+            f"k-in-two-{p}-{d}", EXACT, (over(sections(HEADS, 12, 4), p), over(HEADS, d)),
             "some bytes of each head apart",
-        )
+        )  # fmt: skip
         yield f"k-from-one-{p}-{d}", EXACT, (over(HEADS, p), over(sections(HEADS, 12, 4), d)), "the same back"
     fine = gqa(0, "target", 0, 8, 8, 4, dtype=DType.U8)
     yield (
-        "sections-of-folded-lanes",
-        EXACT,
-        (over(fine, 4), over(sections(HEADS, 12, 4), 2)),
+        "sections-of-folded-lanes", EXACT, (over(fine, 4), over(sections(HEADS, 12, 4), 2)),
         "a section ends inside a lane of the other side",
-    )
+    )  # fmt: skip
     yield "sections-folded-back", EXACT, (over(sections(HEADS, 6, 10), 2), over(fine, 1)), "and the other way round"
     yield "sections-odd-owners", EXACT, (over(HEADS, 2), odd_owners()), "each rank its own lanes of each section"
     yield "sections-odd-sources", EXACT, (odd_owners(), one_two(HEADS)), "pieces of a head from two ranks"
@@ -226,11 +192,9 @@ def _sections() -> Iterator[Case]:
     turned = attrs.evolve(turned, parts=tuple(turned.parts[i] for i in (0, 2, 1, 3)))
     yield "sections-in-turn", EXACT, (over(turned, 2), over(HEADS, 1)), "k, v, k, v: those of one name are in order"
     yield (
-        "sections-in-turn-back",
-        EXACT,
-        (over(HEADS, 2), over(turned, 1)),
+        "sections-in-turn-back", EXACT, (over(HEADS, 2), over(turned, 1)),
         "the index of a part is that of its first section",
-    )
+    )  # fmt: skip
 
 
 def _sections_of_kinds() -> Iterator[Case]:
@@ -240,24 +204,18 @@ def _sections_of_kinds() -> Iterator[Case]:
     yield "sections-of-state", EXACT, (one(sections(SLOT, 4, 4, 8)), one(SLOT)), "state in three buffers"
     yield "sections-of-a-ring", EXACT, (one(sections(RING, 4, 12)), one(HEADS)), "a ring of sections to pages"
     yield (
-        "sections-beside-opaque",
-        EXACT,
-        (one(changed(sections(HEADS, 8, 8, part=1), 0, encoding="tiled")), one(coded)),
+        "sections-beside-opaque", EXACT, (one(changed(sections(HEADS, 8, 8, part=1), 0, encoding="tiled")), one(coded)),
         "whole items of both",
-    )
+    )  # fmt: skip
     yield "sections-dealt", EXACT, (dealt(split, 4, 64), dealt(LATENT, 2, 16)), "tokens over ranks on both sides"
     yield (
-        "layers-in-two-groups",
-        EXACT,
-        (layers_apart(split), engine((LATENT, 4, None), ranks=1)),
+        "layers-in-two-groups", EXACT, (layers_apart(split), engine((LATENT, 4, None), ranks=1)),
         "a part in two groups, by layers",
-    )
+    )  # fmt: skip
     yield (
-        "shared-layers",
-        EXACT,
-        (engine((LATENT, 6, None), ranks=2), engine((LATENT, 4, None), ranks=1)),
+        "shared-layers", EXACT, (engine((LATENT, 6, None), ranks=2), engine((LATENT, 4, None), ranks=1)),
         "a sink states layers that are written",
-    )
+    )  # fmt: skip
 
 
 def _refused_sections() -> Iterator[Case]:
@@ -266,31 +224,23 @@ def _refused_sections() -> Iterator[Case]:
     split = sections(LATENT, 1024, 128)
     for name, group in broken().items():
         yield (
-            f"refused-sections-{name}",
-            "KVP-GEO-PARTS" if name == "twice" else "KVP-GEO-SECTIONS",
-            (one(LATENT), one(group)),
-            "a Description that contradicts itself",
-        )
+            f"refused-sections-{name}", "KVP-GEO-PARTS" if name == "twice" else "KVP-GEO-SECTIONS",
+            (one(LATENT), one(group)), "a Description that contradicts itself",
+        )  # fmt: skip
     yield (
-        "refused-sections-length",
-        "KVP-PLAN-FIT",
-        (one(sections(LATENT, 1024, 64)), one(LATENT)),
+        "refused-sections-length", "KVP-PLAN-FIT", (one(sections(LATENT, 1024, 64)), one(LATENT)),
         "a rotary part of another length",
-    )
+    )  # fmt: skip
     yield "refused-sections-dtype", "KVP-PLAN-FIT", (one(as_type(split, DType.I8)), one(LATENT)), "of another type"
     yield (
-        "refused-sections-to-opaque",
-        OPAQUE,
-        (one(split), one(changed(LATENT, 0, encoding="tiled"))),
+        "refused-sections-to-opaque", OPAQUE, (one(split), one(changed(LATENT, 0, encoding="tiled"))),
         "a tiled row cannot be cut",
-    )
+    )  # fmt: skip
     plain = attrs.evolve(HEADS, rows=8)
     yield (
-        "refused-beside-opaque-pages",
-        OPAQUE,
-        (two_groups(coded, plain), one(coded)),
+        "refused-beside-opaque-pages", OPAQUE, (two_groups(coded, plain), one(coded)),
         "a plain part from pages of another size",
-    )
+    )  # fmt: skip
     yield "beside-opaque-pages", EXACT, (two_groups(coded, HEADS), one(coded)), "and from pages of the same size"
     turned_back = dealt(attrs.evolve(coded, order=np.array([1, 0], np.uint32)), 2, 4)
     for name, pair in (("source", (turned_back, dealt(coded, 2, 4))), ("sink", (dealt(coded, 2, 4), turned_back))):
@@ -336,24 +286,8 @@ def broken() -> dict[str, Group]:
 
 def made() -> str:
     """The text of the file."""
-    rows = []
-    for id_, clause, (source, sink), note in plans():
-        given: dict[str, Any] = {"source": to_json(source), "sink": to_json(sink), "features": []}
-        try:
-            expected: dict[str, Any] = {"expected": plan(given["source"], given["sink"])}
-        except Refusal as refusal:
-            expected = {"error": refusal.code, "path": refusal.path}
-        rows.append(
-            {"id": id_, "clause": clause, **given, **beyond(given["source"], given["sink"]), **expected, "note": note}
-        )
-    return text("plan/rows", rows)
-
-
-def main() -> int:
-    """Write the file."""
-    FILE.write_text(made())
-    return 0
+    return text("plan/rows", (row(id, clause, pair, [], note) for id, clause, pair, note in plans()))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    FILE.write_text(made())

@@ -17,22 +17,6 @@ from kvproto_conformance.cases import Ask, Case
 from kvproto_conformance.codec.facts import MAJOR
 from kvproto_conformance.testee import Broken, Testee
 
-__all__ = [
-    "DRIVER",
-    "PROTOCOL",
-    "BadGreeting",
-    "Greeting",
-    "Result",
-    "Status",
-    "Verdict",
-    "Wrong",
-    "ended",
-    "greet",
-    "probes",
-    "run",
-    "verdict",
-]
-
 Json = dict[str, Any]
 DRIVER = 1
 """The version of the testee protocol."""

@@ -1,24 +1,16 @@
-"""Makes plan vectors at the bounds of a plan: `python -m kvproto_conformance.size_vectors` writes plan/sizes.json.
-
-Small Descriptions whose plans would be large: each is next to one that is just small enough. Inputs are built with
-kvproto's constructors; what is expected comes from the suite's own planner.
-"""
+"""Makes plan/sizes.json, of plans at their bounds and just beyond: `python -m kvproto_conformance.size_vectors`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import attrs
 import numpy as np
 
 from kvproto.planning.geometry import Geometry, Group, Rank, mla, owns
-from kvproto.wire import to_json
 from kvproto.wire.enums import DType
-from kvproto_conformance.checking import beyond
-from kvproto_conformance.codec import Refusal
 from kvproto_conformance.codec.facts import LIMITS
-from kvproto_conformance.planner import plan
+from kvproto_conformance.plan_vectors import Pair, row
 from kvproto_conformance.row_vectors import changed, one, sections
 from kvproto_conformance.suites import MADE, text
 
@@ -26,7 +18,6 @@ FILE = MADE / "plan/sizes.json"
 HALF = LIMITS["max_pieces"] // 2
 PLAIN = mla(0, "target", 0, 16, 16, dtype=DType.U8)
 SIZE = "KVP-PLAN-SIZE"
-Pair = tuple[Geometry, Geometry]
 
 
 def ranks(group: Group, number: int, layers: Iterable[int] = (0,), spans: int = 1) -> Geometry:
@@ -63,11 +54,9 @@ def _cut() -> Iterator[tuple[str, str, Pair, str]]:
                 "ranks that own all lanes are cut where another rank's intervals begin",
             )
     yield (
-        "refused-layer-before-pieces",
-        "KVP-PLAN-FIT",
-        (ranks(lanes(1, HALF), 1), ranks(lanes(HALF, 1), 1, range(2))),
+        "refused-layer-before-pieces", "KVP-PLAN-FIT", (ranks(lanes(1, HALF), 1), ranks(lanes(HALF, 1), 1, range(2))),
         "all layers are compared before any is counted",
-    )
+    )  # fmt: skip
     both, other = (
         attrs.evolve(PLAIN, parts=(*PLAIN.parts, attrs.evolve(rope.parts[0], name="rope")))
         for rope in (lanes(HALF - 1, 1), lanes(1, HALF - 1))
@@ -116,31 +105,8 @@ def _dealt() -> Iterator[tuple[str, str, Pair, str]]:
 
 def made() -> str:
     """The text of the file."""
-    rows = []
-    for id_, clause, (source, sink), note in cases():
-        given: dict[str, Any] = {"source": to_json(source), "sink": to_json(sink), "features": []}
-        try:
-            expected: dict[str, Any] = {"expected": plan(given["source"], given["sink"])}
-        except Refusal as refusal:
-            expected = {"error": refusal.code, "path": refusal.path}
-        rows.append(
-            {
-                "id": id_,
-                "clause": clause,
-                **given,
-                **beyond(given["source"], given["sink"]),
-                **expected,
-                "note": note,
-            }
-        )
-    return text("plan/sizes", rows)
-
-
-def main() -> int:
-    """Write the file."""
-    FILE.write_text(made())
-    return 0
+    return text("plan/sizes", (row(id, clause, pair, [], note) for id, clause, pair, note in cases()))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    FILE.write_text(made())

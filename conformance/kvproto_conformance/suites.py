@@ -9,8 +9,6 @@ from typing import Any
 
 from kvproto_conformance.data import spec
 
-__all__ = ["MADE", "text"]
-
 MADE = Path(__file__).resolve().parents[2] / "spec/v1/vectors"
 """Where the scripts that make vectors write them."""
 

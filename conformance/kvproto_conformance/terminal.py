@@ -14,8 +14,6 @@ from kvproto_conformance.report import GOOD, headline, text
 from kvproto_conformance.run import PROTOCOL, Result
 from kvproto_conformance.testee import NOT_ASKED
 
-__all__ = ["Progress", "verdict", "wrong"]
-
 Json = dict[str, Any]
 _FIRST = 10
 """How many failures are printed by default."""

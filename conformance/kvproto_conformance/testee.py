@@ -20,8 +20,6 @@ from typing import Any
 
 import attrs
 
-__all__ = ["NOT_ASKED", "Broken", "CannotStart", "Testee"]
-
 Json = dict[str, Any]
 NOT_ASKED = "not asked"
 """How the reason begins once a testee gets no more questions."""

@@ -9,8 +9,6 @@ from typing import Any
 from kvproto_conformance.codec import Refusal, read_struct, write_struct
 from kvproto_conformance.dcp import Deal
 
-__all__ = ["absent", "geometry_digest", "length_of", "lengths", "manifest", "namespace", "page_ids", "whole_pages"]
-
 Json = dict[str, Any]
 
 

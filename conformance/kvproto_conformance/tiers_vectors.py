@@ -1,7 +1,4 @@
-"""Makes the vectors of cached pages: `python -m kvproto_conformance.tiers_vectors` writes spec/v1/vectors/tiers.json.
-
-Descriptions are built with kvproto's constructors; what is expected comes from the suite's own `tiers`.
-"""
+"""Makes vectors/tiers.json by the suite's own `tiers`: `python -m kvproto_conformance.tiers_vectors`."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire import to_json
 from kvproto_conformance import tiers
 from kvproto_conformance.suites import MADE, text
-
-__all__ = ["FILE", "made"]
 
 FILE = MADE / "tiers.json"
 
@@ -54,11 +49,9 @@ def _geometries() -> Iterator[tuple[str, Geometry, int, str]]:
     yield "pages-of-64", lay_out([Cache.mla("target", 3, latent=512, rope=64, page=64)]), 64, "one component"
     state = Cache.mamba2("state", 2, heads=4, head_dim=8, groups=1, state=16, kernel=4)
     yield (
-        "hybrid",
-        lay_out([Cache.gqa("target", [2], kv_heads=2, head_dim=8, page=16), *state]),
-        16,
+        "hybrid", lay_out([Cache.gqa("target", [2], kv_heads=2, head_dim=8, page=16), *state]), 16,
         "states of two layers",
-    )
+    )  # fmt: skip
     dealt = [Cache.mla("target", 2, latent=512, rope=64, page=16)]
     yield "dcp-2", lay_out(dealt, Parallel(tp=2, dcp=2, interleave=4)), 32, "half of the tokens each"
 
@@ -181,11 +174,5 @@ def made() -> str:
     return text("tiers", [*_namespaces(), *_chains(), *_described(), *_manifests(), *_lengths()])
 
 
-def main() -> int:
-    """Write the file."""
-    FILE.write_text(made())
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    FILE.write_text(made())

@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from kvproto import Geometry, ItemKind, Pool
 
-__all__ = ["ITEMS", "Bytes", "EngineCache", "Ints", "Key"]
-
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 Key = tuple[str, int, str]

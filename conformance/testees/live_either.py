@@ -9,8 +9,6 @@ from engine_cache import EngineCache
 from live_sink import Decode
 from live_source import Prefill
 
-__all__ = ["Either"]
-
 
 class Either:
     """An adapter of both roles; the first question says which."""

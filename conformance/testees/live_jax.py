@@ -14,8 +14,6 @@ from kvproto_reference.jax_engine.attention import rows_of
 from kvproto_reference.jax_engine.mesh import RANKS, mesh_of, placed
 from kvproto_reference.jax_engine.pool import RankPools
 
-__all__ = ["JaxCache"]
-
 
 class JaxCache(TorchCache):
     """Pools of the reference engine in JAX: XLA reads them where they lie, and rows that XLA gives are scattered."""

@@ -17,8 +17,6 @@ from kvproto_reference.cache.memory import shareable
 from kvproto_reference.engine import description
 from kvproto_reference.models import ModelConfig
 
-__all__ = ["TorchCache", "configs"]
-
 _SIZES: dict[str, Any] = {"hidden": 8, "ffn": 8, "nope_dim": 2, "v_dim": 2}
 WORLDS: dict[str, list[ModelConfig]] = {
     "gqa": [ModelConfig(kind="gqa", layers=2, heads=2, kv_heads=2, head_dim=8, **_SIZES)],

@@ -1,7 +1,4 @@
-"""A cache with an accessor of its own, which stands for an engine's attention: it knows nothing of kvproto's copies.
-
-What a page, ring or slot holds is read and written by token and head through the page table, never by address.
-"""
+"""A cache whose accessor stands for an engine's attention, by page table and token; it knows nothing of kvproto."""
 
 from __future__ import annotations
 

@@ -121,10 +121,7 @@ def _turns(name: str, kinds: Sequence[str], turns: int) -> int:
 
 
 def compress_ratios(config: Config, count: int) -> list[int] | None:
-    """Of each of `count` layers of DeepSeek V4, how many tokens its compressed rows stand for, 0 where it has none.
-
-    None for other models. Raises LocalError(OUT_OF_RANGE) for a ratio that is not 4 or 128.
-    """
+    """The tokens behind a compressed row of each layer of DeepSeek V4, 0 without any; None for other models."""
     listed, types = config.get("compress_ratios"), config.get("layer_types") or ()
     if listed is None and set(types) & _RATES.keys():
         rates = _RATES | (config.get("compress_rates") or {})
@@ -139,9 +136,7 @@ def compress_ratios(config: Config, count: int) -> list[int] | None:
 
 
 def index_layers(config: Config, layers: Iterable[int]) -> list[int]:
-    """Of these layers of attention those that have index keys of their own: the others choose no tokens, or take those
-    that the layer before has chosen (KVP-GEO-W-SHARED).
-    """
+    """Those of these layers that have index keys; others take the choice of the one before (KVP-GEO-W-SHARED)."""
     if not config.get("kv_lora_rank"):
         sparse = (config.get("sparse_attention_config") or {}).get("sparse_attention_freq") or ()
         if not isinstance(sparse, list | tuple):
@@ -310,20 +305,15 @@ class Read(dict[str, Any]):
         self._read: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
-        """The field's value, as of a dict."""
         self._read.add(name)
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field's value, or the default, as of a dict."""
         self._read.add(name)
         return super().get(name, default)
 
     def check(self) -> None:
-        """Raise LocalError(OUT_OF_RANGE) for a field on which a cache may depend and which was not read.
-
-        Fractions are no sizes of caches, and absence, null, false, 0 and nothing mean that there is none.
-        """
+        """Raise OUT_OF_RANGE for a field that was not read, unless it is a fraction or empty, and so no cache's."""
         wanted = (
             "a field that is known: state the caches by kvproto.Cache; if none depends on it, leave it out (--ignore)"
         )
@@ -336,7 +326,6 @@ class Read(dict[str, Any]):
 
 
 def _check(config: Config) -> None:
-    """Raise LocalError for a field of a wrong type."""
     for names, mine, is_right in _FIELDS:
         for name in names:
             if config.get(name) is not None and not is_right(config[name]):
@@ -350,10 +339,7 @@ def _named(name: object, kinds: Mapping[str, str], path: str) -> str:
 
 
 def text(config: Config) -> Config:
-    """The config of a checkpoint's language model, taken out of a multimodal one, with the defaults of its class.
-
-    Raises LocalError(OUT_OF_RANGE) for a field of a wrong type and for an encoder-decoder.
-    """
+    """The config of a checkpoint's language model with the defaults of its class; raises LocalError(OUT_OF_RANGE)."""
     if not isinstance(config, Mapping):
         raise bad("config", "an object, as a config.json is", type(config).__name__)
     _check(config)

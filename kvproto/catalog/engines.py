@@ -52,7 +52,6 @@ class EngineProfile:
     releases: str
     dtypes: Mapping[str, KvDtype]
     state: Callable[[Config], DType]
-    """Element type of recurrent states."""
     arrange: Callable[[Make, Setup, Config], Arranged]
     layouts: tuple[str, ...] = ()
     dp: bool = False
@@ -66,10 +65,7 @@ def pools(
     replica: int = 0,
     facts: Mapping[str, str] | None = None,
 ) -> Pools:
-    """A model as an engine runs it: its Description, and the tensors of each rank.
-
-    Raises LocalError(OUT_OF_RANGE) for an engine, config or setup that is not known or cannot be.
-    """
+    """A model as an engine runs it, its Description and the tensors of each rank; raises LocalError(OUT_OF_RANGE)."""
     if not isinstance(engine, str) or engine not in ENGINES:
         raise bad("engine", ", ".join(ENGINES), engine)
     setup = Setup() if setup is None else setup

@@ -102,11 +102,7 @@ def specs(
     kv_dtype: DType | str | None = None,
     state_dtype: DType | None = None,
 ) -> list[Cache]:
-    """The caches of one model, attention first, in pages of `page` tokens.
-
-    `kv_dtype` is the element type of pages, or a name from `BLOCK_SCALED`; `state_dtype` is that of recurrent states,
-    F32 by default. Raises LocalError(OUT_OF_RANGE) for a config that lacks a size.
-    """
+    """The caches of one model, attention first; `kv_dtype` may name a row of `BLOCK_SCALED`; raises OUT_OF_RANGE."""
     check_whole("page", page, 1)
     read = Read(text(config))
     caches = _caches(read, model, page, _element(kv_dtype or element_type(read)), state_dtype or DType.F32)
@@ -310,6 +306,7 @@ PRESETS: dict[str, tuple[Config, ...]] = {
         "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
     },),
 }  # fmt: skip
+"""Shapes of well-known models by name: the target, then its drafts. Dtypes are bfloat16 unless `kv_dtype` is given."""
 
 
 @attrs.frozen
@@ -329,7 +326,6 @@ class Setup:
     dp: int = 1
     """Attention data parallel over the tensor-parallel ranks (SGLang): a replica has tp / dp ranks."""
     state_dtype: DType | None = None
-    """Element type of recurrent states."""
     sm: int | None = None
     """Compute capability of the GPUs, such as 90, 100 or 120, if a pool depends on it."""
 
@@ -358,9 +354,7 @@ class KvDtype:
     row: str = "never"
     """When a latent and its rotary key form a packed row with scales: never, always, or indexed (with an indexer)."""
     packed: tuple[DType, int, DType, DType, str | None] = (DType.F8E4M3, 128, DType.F32, DType.BF16, None)
-    """Fields of such a row: element type of the latent, elements that share a scale, type of the scales, element type
-    of the rotary key, and the encoding of scales that lie in an order of their own.
-    """
+    """Types of the latent, of the scale of so many elements, and of the rotary key, and the encoding of the scales."""
     blocks: tuple[int, DType] | None = None
     """The number of elements of K and V, or of a latent, that share a scale, and its type."""
     apart: Mapping[str, int] = {}
@@ -506,6 +500,3 @@ def check_heads(cache: Cache, ranks: int) -> None:
             copies = ranks % units == 0 and (KINDS[cache.group.kind].paged or len(blocks) > 1)
             if units > 1 and units % ranks and not copies:
                 raise bad("tp", f"a size that divides {units} heads of {part.name} in {cache.group.name!r}", ranks)
-
-
-"""Shapes of well-known models by name: the target, then its drafts. Dtypes are bfloat16 unless `kv_dtype` is given."""

@@ -75,10 +75,7 @@ class _PlacedPart:
 
 
 def rank_memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Mapping[int, int]) -> RankMemory:
-    """The tensors and columns of one rank, with `items[id]` blocks or slots of each group.
-
-    Raises LocalError(OUT_OF_RANGE) unless the slabs hold every layer of every group with memory that the rank owns.
-    """
+    """Tensors and columns of one rank, with `items[id]` blocks or slots of each group; raises OUT_OF_RANGE."""
     groups = {g.id: g for g in geometry.groups}
     shares = next(r.owns for r in geometry.ranks if r.rank == rank)
     owned = {o.group: o for o in shares if KINDS[groups[o.group].kind].has_memory}

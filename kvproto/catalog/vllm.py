@@ -263,10 +263,7 @@ def _slabs(
     rank: int,
     blocks: int,
 ) -> list[Slab]:
-    """The slabs of the tables' layers; `of` has group ids by index of the cache and of the table.
-
-    All tables begin at byte 0; within one, layers of another size follow the others.
-    """
+    """The slabs of the tables' layers, each table from byte 0 on; `of` has group ids by index of cache and of table."""
     owned = {o.group: set(o.layers.tolist()) for r in geometry.ranks if r.rank == rank for o in r.owns}
     mine = [
         [layer for layer in table if all(layer.layer in owned.get(of[c, t], ()) for c in layer.caches)]

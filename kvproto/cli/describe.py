@@ -107,7 +107,6 @@ def _engine_options() -> dict[str, dict[str, Any]]:
 
 
 def add(commands: Any) -> None:
-    """Add the command and its options."""
     parser = commands.add_parser("describe", help="write the Description of a model and its parallel sizes, as JSON")
     parser.add_argument("config", nargs="?", type=Path, help="a Hugging Face config.json")
     for name, option in (_options() | _engine_options()).items():
@@ -153,7 +152,6 @@ def _described(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _configs(args: argparse.Namespace) -> list[Config]:
-    """The configs of the target and its drafts."""
     if (args.config is None) == (args.preset is None):
         raise bad("config", "a config.json or --preset", "both" if args.config else "neither")
     configs = list(PRESETS[args.preset]) if args.preset else [_read(args.config, args.ignore)]

@@ -22,10 +22,7 @@ from kvproto.wire import decode, decode_struct, explain, messages, tables, to_js
 from kvproto.wire.enums import ErrorCode
 
 GROUP = "kvproto.commands"
-"""The entry points of other packages' commands: functions that add a parser, whose default `run` takes its arguments.
-
-They may also add options to another command, and replace its `run`.
-"""
+"""The entry points of other packages: functions that add a command with its `run`, or options to another command."""
 _KNOWN = {"import": "read a capture of another engine's messages"}
 """Commands of packages that come with kvproto."""
 
@@ -108,7 +105,6 @@ def _errors(line: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def _keygen(args: argparse.Namespace) -> int:
-    """Make the keys of one engine and print the public one; returns the exit status."""
     from kvproto.net import make_keys  # imported here, as the other commands need no ZeroMQ
 
     print(make_keys(args.folder).public.decode())

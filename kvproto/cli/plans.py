@@ -64,7 +64,6 @@ _PLAN_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def add(commands: Any) -> None:
-    """Add the two commands and their options."""
     for command, text in _COMMANDS.items():
         parser = commands.add_parser(command, help=text)
         parser.add_argument("source", type=Path, help="Description of the prefill side")
@@ -77,7 +76,6 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one of the two commands; returns the exit status."""
     source, sink = read_geometry(args.source), read_geometry(args.sink)
     file = args.costs if args.command == "plan" else None
     costs = load_costs(file) if file else reference_costs()

@@ -19,7 +19,6 @@ Tell = Callable[[str, int, int], None]
 
 
 def add(commands: Any) -> None:
-    """Add the command and its options."""
     parser = commands.add_parser("probe", help="measure this machine's transports: exit status 0, or 4 if one is slow")
     parser.add_argument("--quick", action="store_true", help="take under 10 seconds instead of 60")
     parser.add_argument("--json", action="store_true", help="print everything that --out writes, for programs")

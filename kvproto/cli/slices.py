@@ -1,7 +1,4 @@
-"""A plan as slices: for each cache, which range of the global cache a rank gets, and where it lies on both sides.
-
-They are shown as text and as data: `kvproto plan --slices`, its JSON, and the tables of its page.
-"""
+"""A plan as slices, as text and data: which range of each global cache a rank gets, and where both sides hold it."""
 
 from __future__ import annotations
 
@@ -155,13 +152,9 @@ class Range:
     columns: tuple[PartLanes, ...]
     """One; several if sections of a part hold the bytes."""
     cp_rank: int = 0
-    """Which share of the tokens it is."""
     cp_size: int = 1
-    """The number of shares."""
     interleave: int = 1
-    """Tokens of each run of the deal."""
     origin: int = 0
-    """First token that is dealt."""
     order: tuple[int, ...] | None = None
     """The cp rank of each run until they repeat; None: in turn."""
 

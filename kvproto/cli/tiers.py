@@ -22,7 +22,6 @@ _LEAST = 8
 
 
 def add(commands: Any) -> None:
-    """Add the two commands and their options."""
     command = commands.add_parser("tiers", help="list stored pages; verify them, prune them")
     command.add_argument("place", metavar="PLACE", help="a folder, packs:FOLDER or s3://BUCKET/PREFIX")
     command.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")

@@ -25,7 +25,6 @@ from kvproto.wire.plain import read_json
 
 
 def add(commands: Any) -> None:
-    """Add the commands and their options."""
     where = "socket of Options(feed=...), or a file that `kvproto tail --json` wrote"
     tail = commands.add_parser("tail", help="print what happens at a Source or Sink")
     tail.add_argument("feed", nargs="+", metavar="ADDRESS|FILE", help=where)

@@ -247,10 +247,7 @@ def _axes(column: np.void) -> _Axes:
 
 
 def _meet(at: int, size: int, axes: _Axes, width: int, others: _Axes) -> bool:
-    """Whether some lane of `size` bytes shares a byte with some of `width` bytes of a column that begins `at` later.
-
-    The strides of each column nest, so for an axis of both few distances of their elements are close enough to try.
-    """
+    """Whether lanes of two columns share a byte, `others` beginning `at` later; their strides nest."""
     if not axes and not others:
         return -width < at < size
     stride = max(nested[0][0] for nested in (axes, others) if nested)
@@ -279,7 +276,6 @@ class _ItemSpans:
 
     @property
     def number(self) -> int:
-        """The number of spans of all items."""
         return self.begin.size * self.items.size
 
     def bytes(self) -> tuple[IntArray, IntArray]:
@@ -348,10 +344,7 @@ _ORDER = "state the groups in the order of the Description, and for each layer o
 def check_columns(
     geometry: Geometry, rank: int, regions: Mapping[int, Region], columns: tuple[Columns, ...]
 ) -> Overlaps:
-    """Check the columns of a rank against its Description, group by group and entry by entry; return their overlaps.
-
-    Raises BAD_COLUMNS (KVP-REG-COLUMNS, KVP-REG-OVERLAP) or OUT_OF_REGION (KVP-REG-REGION) at the first wrong entry.
-    """
+    """Check the columns of a rank, entry by entry, and return their overlaps; raises BAD_COLUMNS or OUT_OF_REGION."""
     groups = {g.id: g for g in geometry.groups}
     shares = [o for r in geometry.ranks if r.rank == rank for o in r.owns if KINDS[groups[o.group].kind].has_memory]
     if [o.group for o in shares] != [c.group for c in columns]:

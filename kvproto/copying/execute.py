@@ -54,10 +54,7 @@ class _Batch:
 
 
 def _batches(program: CopyProgram) -> Iterator[_Batch]:
-    """All operations, in batches that move at most 64 KiB each.
-
-    Layers of one region lie equally far apart, and so do sections of a layer; the order with fewer batches is used.
-    """
+    """All operations, in batches of at most 64 KiB, by layers or by sections, whichever makes fewer."""
     ops = program.ops
     by_layer = ops[np.argsort(ops["layer"], kind="stable")]
     for stretch, steps in min((_stretches(ops), _stretches(by_layer)), key=len):
@@ -152,11 +149,7 @@ def _sum_words(los: tuple[int, ...], factors: npt.NDArray[np.uint64], data: Byte
 
 
 def _sum_floats(los: tuple[int, ...], factors: npt.NDArray[np.uint64], data: Bytes) -> int:
-    """As `_sum_words`, but twice as fast: products of bytes with the halves of weights, which 64-bit floats hold.
-
-    8,192 products of a byte and 32 bits add up to less than 2^53, so no sum is rounded, whatever the order of its
-    additions.
-    """
+    """As `_sum_words`, twice as fast in 64-bit floats, exactly: 8,192 products of a byte and 32 bits are below 2^53."""
     width, total = data.shape[2], np.zeros(2, np.uint64)
     rows = data.reshape(-1, width)
     halves, sums = _weight_halves(los[0], width), np.empty((2, len(rows)))
@@ -309,11 +302,7 @@ class PageSums:
 def page_sums(
     program: CopyProgram, groups: Mapping[int, Group], checksums: Callable[[CopyProgram], Mapping[int, int]]
 ) -> Generator[None, None, dict[int, PageSums]]:
-    """Compute the sums of each sink group that moves a row in a program, one of them in each step.
-
-    `groups` are the sink's, by id. `checksums` returns those of a program by group, as transports do, and is called
-    once for each layer and page. Clause KVP-VERIFY-PAGES.
-    """
+    """Compute the page sums of each sink group in turn, with `checksums` of each layer and page (KVP-VERIFY-PAGES)."""
     sums = {}
     for id in np.unique(program.ops["group"]).tolist():
         ops = program.ops[program.ops["group"] == id]

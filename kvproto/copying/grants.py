@@ -24,12 +24,6 @@ from kvproto.planning.plan import Route
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Begin, Columns, Grants, UIntArray
 
-__all__ = [
-    "all_granted", "begins_inside_item", "begins_of", "check_grants", "cut_to_begins", "distinct", "granted_below",
-    "granted_until", "held_from", "items_before", "items_by_now", "items_needed", "lacks_items", "newly_granted",
-    "no_items", "placeholder_items", "rows_of", "size_of", "with_grant",
-]  # fmt: skip
-
 
 def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
     """Number of items that a cp rank needs for tokens [first, first + count); 1 for state, 0 for hand-off data."""
@@ -72,10 +66,8 @@ def check_grants(
     `columns` are the rank's, by group id, and passed `check_columns`; `wanted` are the ids of the routed groups,
     ascending. `overlaps` are those of the columns, for callers that check many transfers. Items that are only read, not
     `written`, may overlap. With `left_out` they name no items yet (feature INTENT). `asked` are the Transfer's windows
-    if `grants` are what was granted of them so far, and `before` the part of `grants` that was checked already.
-
-    Raises BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS (KVP-GRANT-GROUPS, -ROW, -WHOLE, -RING, -COUNT, -POOL, -SCALES,
-    -ALIAS).
+    if `grants` are what was granted of them so far, and `before` the part of `grants` that was checked already. Raises
+    BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS (KVP-GRANT-*).
     """
     groups = {g.id: g for g in geometry.groups}
     shares = {o.group: o for r in geometry.ranks if r.rank == rank for o in r.owns}
@@ -200,10 +192,7 @@ def all_granted(side: RankLayout, granted: Sequence[Grants], asked: Sequence[Gra
 def with_grant(
     side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants], more: Sequence[Grants], spans: bool
 ) -> tuple[Grants, ...]:
-    """The grants of `asked` after a Grant with `more`, whose items are checked elsewhere.
-
-    Raises BAD_GRANT for other groups or windows (KVP-INT-WINDOW, KVP-SPN-GROW).
-    """
+    """The grants of `asked` after a Grant with `more`; raises BAD_GRANT (KVP-INT-WINDOW, KVP-SPN-GROW)."""
     if tuple(g.group for g in more) != tuple(g.group for g in asked):
         mine, yours = (f"groups {tuple(g.group for g in grants)}" for grants in (asked, more))
         advice = "name the groups of the Transfer, by ascending id"
@@ -236,10 +225,7 @@ def newly_granted(before: Sequence[Grants], now: Sequence[Grants]) -> tuple[Gran
 
 
 def granted_below(side: RankLayout, asked: Sequence[Grants], tokens: int, end: int) -> tuple[Grants, ...]:
-    """The part of these grants that tokens below `tokens` need; all of them if `tokens` reaches `end`.
-
-    Slots, opaque pages and pages of other axes move when prefill is over, and so are granted last.
-    """
+    """The part of grants that tokens below `tokens` need; those that move last only if `tokens` reaches `end`."""
     if tokens >= end:
         return tuple(asked)
     below = []
@@ -280,11 +266,7 @@ def items_before(group: Group, cp_rank: int, first: int) -> int:
 
 
 def held_from(routes: Iterable[Route], groups: Mapping[int, Group], since: Mapping[int, int]) -> dict[int, int]:
-    """By the sink's group id: the first token from which the source holds the rows of every layer (KVP-GRANT-HELD).
-
-    `groups` are the sink's by id, and `since` has the first token held by the source's group id. Groups held from token
-    0 on are left out. A row, or an opaque item, is held whole or not at all.
-    """
+    """By the sink's group id: the first token, if not 0, from which the source holds every layer (KVP-GRANT-HELD)."""
     firsts = ((route.group, max((since.get(b.source_group, 0) for b in route.boxes), default=0)) for route in routes)
     return {id: _next_start(groups[id], first) for id, first in firsts if first}
 

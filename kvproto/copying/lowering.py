@@ -71,10 +71,7 @@ class Pair:
         return sum(size // steps[m] for m, size in moved if m in early)
 
     def lower(self, sources: Mapping[int, Window], sinks: Mapping[int, Window]) -> CopyProgram:
-        """Make the copy program of one request from the windows of each side, by that side's group ids.
-
-        Nothing is copied of a sink's group without a window. Raises BAD_GRANT for windows that lack items.
-        """
+        """The copy program of one request, from windows by group id; raises BAD_GRANT for windows that lack items."""
         nothing = self.nothing
         maps, ends = list(nothing.maps), list(nothing.state_after)
         for i, m in enumerate(self._maps):

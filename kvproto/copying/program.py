@@ -87,10 +87,7 @@ class Operations:
 
     @cached_property
     def alike(self) -> list[tuple[int, int, int, int, UIntArray]]:
-        """Operations that are summed together, as neighbours of one map, sink's group, lanes, and first lane byte.
-
-        Each is map, group, first byte on the lane axis, bytes of a row, and seeds [operations, 1].
-        """
+        """Operations summed together: map, sink's group, first byte on the lane axis, bytes of a row, seeds [n, 1]."""
         return [
             (map, group, lo, lanes * lane_bytes, np.array([op[-1] for op in ops], np.uint64)[:, None])
             for (map, group, lo, lanes, lane_bytes), ops in groupby(self.table.tolist(), _ALIKE)
@@ -99,10 +96,7 @@ class Operations:
 
 @attrs.frozen
 class Window:
-    """Tokens [first, first + count) of one group, and the items [items] that hold them at one rank.
-
-    The first item holds the first row of the window that the rank owns.
-    """
+    """Tokens [first, first + count) of one group, and the items [n] of a rank from the first row that it owns on."""
 
     first: int
     count: int
@@ -125,12 +119,10 @@ class RankLayout:
 
     @cached_property
     def groups(self) -> dict[int, Group]:
-        """The groups by id."""
         return {g.id: g for g in self.geometry.groups}
 
     @cached_property
     def shares(self) -> dict[int, Owns]:
-        """This rank's shares by group id."""
         return {o.group: o for r in self.geometry.ranks if r.rank == self.rank for o in r.owns}
 
     def spans(self, id: int, part: int, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
@@ -296,7 +288,6 @@ class CopyProgram:
 
     @cached_property
     def bytes(self) -> int:
-        """Bytes that the program writes."""
         return sum([m.size * size for m, size in zip(self.maps, self.operations.row_bytes, strict=False)])
 
     @cached_property
@@ -354,10 +345,7 @@ class CopyProgram:
         return Runs(int(count.sum()), self.bytes)
 
     def select(self, layers: Iterable[int] | None = None, tokens: tuple[int, int] | None = None) -> CopyProgram:
-        """Return the part of some layers, or of the rows that tokens [first, end) cover wholly, without lowering again.
-
-        State belongs to the tokens that end at its position. Raises LAYOUT_OPAQUE for tokens of opaque items.
-        """
+        """Select layers, or rows that tokens [first, end) cover, and state at their end; raises LAYOUT_OPAQUE."""
         operations, maps = self.operations, self.maps
         if layers is not None:
             operations = Operations(self.ops[np.isin(self.ops["layer"], np.fromiter(layers, np.int64))])
@@ -382,10 +370,7 @@ class CopyProgram:
         return [self.select(layers=layers[i : i + step].tolist()) for i in range(0, len(layers), step)]
 
     def slices(self, most: int) -> Iterator[CopyProgram]:
-        """Yield this program in parts of about `most` bytes; a layer is divided by rows, if its items are not opaque.
-
-        Each row of each operation is in one part, so that the parts of a checksum add up to it.
-        """
+        """Yield this program in disjoint parts of about `most` bytes, by rows of a layer that is not opaque."""
         for part in self.parts(most):
             if part.bytes <= 2 * most:
                 yield part

@@ -1,7 +1,4 @@
-"""Checks of addresses: their form, their need of CURVE encryption, and whether their host names can be resolved.
-
-Clauses KVP-NET-CURVE, KVP-NET-INSECURE.
-"""
+"""Checks of addresses: their form, their need of CURVE, and whether hosts resolve (KVP-NET-CURVE, KVP-NET-INSECURE)."""
 
 import os
 import re

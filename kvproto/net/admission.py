@@ -1,7 +1,4 @@
-"""Admission of clients to a Listener: handshakes, numbers of connections, and the time that each client takes.
-
-The allow-list decides handshakes, connections are counted and limited, and a busy client is logged.
-"""
+"""Admission to a Listener: handshakes by the allow-list, numbers of connections, and clients that are busy."""
 
 import contextlib
 import ctypes

@@ -1,8 +1,4 @@
-"""The allow-list of a source: which engine, replica, rank and role the owner of a client key may claim to be.
-
-The list is a TOML file, read again when it changes; while it cannot be read, its last content applies. Clauses
-KVP-NET-UNKNOWN, KVP-NET-ALLOW, KVP-NET-REVOKE.
-"""
+"""The allow-list: what the owner of a client key may claim to be (KVP-NET-UNKNOWN, KVP-NET-ALLOW, KVP-NET-REVOKE)."""
 
 import logging
 import os

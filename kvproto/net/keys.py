@@ -1,7 +1,4 @@
-"""CURVE keys of engines: a folder with `secret.key`, which only its owner may read, and `public.key`.
-
-A key is a line of 40 characters: 32 bytes in ZeroMQ's encoding Z85. Clause KVP-NET-SECRET.
-"""
+"""CURVE keys, lines of 40 characters (Z85): `secret.key`, only its owner's, and `public.key` (KVP-NET-SECRET)."""
 
 import os
 import stat
@@ -28,10 +25,7 @@ class KeyPair:
 
 
 def make_keys(folder: Path) -> KeyPair:
-    """Write a new pair into a folder, which is made with mode 0700 if missing.
-
-    Raises LocalError(OUT_OF_RANGE) if there is a pair already, or the folder cannot be written to.
-    """
+    """Write a new pair into a folder, made with mode 0700 if missing; raises LocalError(OUT_OF_RANGE)."""
     public, secret = zmq.curve_keypair()
     written: list[Path] = []
     try:
@@ -52,10 +46,7 @@ def make_keys(folder: Path) -> KeyPair:
 
 
 def read_keys(folder: str | Path) -> KeyPair:
-    """Read the pair whose secret is in a folder; raises LocalError(OUT_OF_RANGE), which names the file.
-
-    No other user may write to the folder, and public.key, if there is one, must belong to the secret (KVP-NET-SECRET).
-    """
+    """Read and compare the pair in a folder that no other user may write to (KVP-NET-SECRET); raises LocalError."""
     path = Path(folder) / SECRET
     empty = not any(os.path.lexists(path.with_name(name)) for name in (SECRET, PUBLIC))
     advice = f"`kvproto keygen {folder if empty else 'NEW_FOLDER'}` makes a pair"
@@ -68,11 +59,7 @@ def read_keys(folder: str | Path) -> KeyPair:
 
 
 def read_guarded(path: Path, what: str, advice: str, secret: bool = False) -> bytes:
-    """Read a file that only this user and root may write to or, if it is `secret`, read.
-
-    Raises LocalError(OUT_OF_RANGE), which names the file and `what` it should be. The folder of a secret must not be
-    writable by others either (KVP-NET-SECRET).
-    """
+    """Read a file that others may not change nor, if it is `secret`, read; raises LocalError(OUT_OF_RANGE)."""
     try:
         with open(path, "rb", opener=_at_once) as file:
             status = os.fstat(file.fileno())

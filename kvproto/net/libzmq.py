@@ -48,10 +48,7 @@ _INT = ctypes.sizeof(ctypes.c_int)
 
 
 class Inbox:
-    """A socket whose descriptor is edge-triggered, as ZeroMQ's are, so that it has to be checked before sleeping.
-
-    Only the thread that owns the socket may call its methods.
-    """
+    """A socket with an edge-triggered descriptor, to be checked before sleeping; only for the thread that owns it."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket, self.fd = socket, int(socket.getsockopt(zmq.FD))
@@ -62,10 +59,7 @@ class Inbox:
 
     @property
     def pending(self) -> bool:
-        """Whether a message waits that the descriptor does not announce: it was not taken, or came during a `send`.
-
-        Check this before sleeping.
-        """
+        """Whether a message waits unannounced: it was not taken, or came during `send`; check before sleeping."""
         if self.look:
             self.look = _readable(self.socket)
         return self.look

@@ -1,7 +1,4 @@
-"""ROUTER at the source, one DEALER for each address at the sink; one message is one frame.
-
-`kvproto.net.addresses` decides whether an address needs CURVE or a private directory. Clause KVP-NET-CURVE.
-"""
+"""ROUTER at the source, a DEALER for each address at the sink; one message is one frame (KVP-NET-CURVE)."""
 
 import contextlib
 import errno
@@ -131,10 +128,7 @@ class Listener:
         return self._allow is None or (self._allow.knows(key) and self._connections.count_frame(key, fd))
 
     def renew(self, now: float) -> bool:
-        """Read the allow-list again if it has changed; whether its content differs.
-
-        Connections of clients that were removed end only at the next check, so that they can be told before.
-        """
+        """Read the allow-list again; whether it differs. Removed clients end at the next check, after being told."""
         if self._allow is None:
             return False
         if now >= self._cut_at:
@@ -220,10 +214,7 @@ class Dialer:
         return False
 
     def filenos(self) -> Mapping[int, object]:
-        """Descriptors that are readable when `receive` should be called; edge-triggered, as ZeroMQ's are.
-
-        The same object while nothing has changed.
-        """
+        """Descriptors of `receive`, edge-triggered; the same object while nothing has changed."""
         if self._fds is None:
             self._fds = dict[int, object](self._by_fd)
         return self._fds
@@ -297,10 +288,7 @@ class Dialer:
         return list(self._eventful)
 
     def send(self, key: tuple[Any, ...], frame: bytes, server: bytes | None = None) -> bool:
-        """Send a frame, connecting at first use to a server with this public key; False if its queue is full.
-
-        Raises LocalError for an address that cannot be used: OUT_OF_RANGE, or INTERNAL without a free descriptor.
-        """
+        """Send a frame, connecting at first use; False if its queue is full. Raises OUT_OF_RANGE or INTERNAL."""
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = self._connect(key, server)

@@ -33,7 +33,6 @@ class Counts:
         self._phases: dict[str, list[float]] = {}
 
     def hear(self, event: e.Event) -> None:
-        """Count an event."""
         if (count := _COUNT.get(type(event))) is not None:
             count(self, event)
 

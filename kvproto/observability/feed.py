@@ -21,10 +21,9 @@ from typing import Any
 
 import attrs
 
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, bad
 from kvproto.net import check_address
 from kvproto.observability.counts import MetricSample
-from kvproto.wire.enums import ErrorCode
 
 _FOLLOWERS = 8
 _KEPT = 1 << 20
@@ -200,4 +199,4 @@ def _clear(path: str) -> None:
 
 
 def _bad(mine: str, yours: str) -> LocalError:
-    return LocalError(ErrorCode.OUT_OF_RANGE, "Options.feed", mine, yours, "name another, such as feed-{rank}")
+    return bad("Options.feed", mine, yours, "name another, such as feed-{rank}")

@@ -1,9 +1,4 @@
-"""The observer of a Source or Sink, which passes its events to counts, the logger `kvproto.events`, and a feed.
-
-A record has plain fields of an event, without secrets or terminal control characters.
-Every record names the engine, replica, rank and role that it comes from. Events of a request identify it by `transfer`
-(KVP-SEE-ID), which is the same on all ranks of both sides.
-"""
+"""The observer of a Source or Sink: counts, the logger `kvproto.events`, and a feed (KVP-SEE-ID, KVP-SEE-TEXT)."""
 
 from __future__ import annotations
 
@@ -145,7 +140,6 @@ class Observer:
         self._write(logging.CRITICAL, {**self.base, "event": "failed", "error": shown(said)})
 
     def draining(self) -> None:
-        """Log that the Source or Sink is draining."""
         self._write(logging.INFO, {**self.base, "event": "draining"})
 
     def samples(self) -> list[MetricSample]:
@@ -154,12 +148,10 @@ class Observer:
         return [*counted, *self.gauges()]
 
     def start(self) -> None:
-        """Start the feed, if there is one."""
         if self.feed is not None:
             self.feed.start()
 
     def close(self) -> None:
-        """Close the feed, if there is one."""
         if self.feed is not None:
             self.feed.close()
 

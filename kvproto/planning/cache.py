@@ -36,10 +36,7 @@ BLOCK_SCALED: dict[str, dict[str, Any]] = {
 
 @attrs.frozen
 class Block:
-    """Lanes that tensor-parallel ranks divide among themselves in units of `unit` lanes, such as a head's channels.
-
-    If there are more ranks than units, consecutive ranks hold the same unit.
-    """
+    """Lanes that TP ranks divide in units of `unit`, such as a head's channels; more ranks than units share them."""
 
     lanes: int
     unit: int = 1
@@ -156,10 +153,7 @@ class Cache:
         return attrs.evolve(self, dealt=False)
 
     def sharded(self) -> Cache:
-        """The same cache with its tokens dealt among context-parallel ranks, which drafts do not have by default.
-
-        Raises LocalError(OUT_OF_RANGE) for items that are not pages.
-        """
+        """The same cache, dealt among context-parallel ranks; raises LocalError(OUT_OF_RANGE) for items but pages."""
         self._check_paged("sharded")
         return attrs.evolve(self, dealt=True)
 
@@ -332,10 +326,7 @@ class Cache:
         dtype: DType = DType.BF16,
         model: int = 0,
     ) -> Cache:
-        """K and V of a sliding window, in a ring for each request: row = position mod `ring_rows`.
-
-        The two sides may have rings of different lengths.
-        """
+        """K and V of a sliding window in rings, row = position mod `ring_rows`, which may differ between sides."""
         sizes = (dtype, kv_heads, bytes_of(dtype, head_dim, "Cache.head_dim"))
         return cls.ring(name, layers, parts=dict.fromkeys(("k", "v"), sizes), ring_rows=ring_rows, model=model)
 
@@ -550,10 +541,7 @@ def parts_of(parts: Mapping[str, Sizes]) -> tuple[g.Part, ...]:
 def scales_of(
     elements: Mapping[str, int], lanes: int, block: int | None, dtype: DType | None = None
 ) -> dict[str, Sizes]:
-    """For each part, a part with a scale (F32 by default) for each block of a lane's elements; none without blocks.
-
-    Blocks divide a lane, so two sides whose scales are equally long have equal blocks.
-    """
+    """For each part with a scale (F32 by default) a part of one for each of its blocks; none without blocks."""
     if block is None:
         if dtype is not None:
             raise bad("Cache.scale_dtype", "nothing without scale_block", dtype.name)

@@ -1,7 +1,4 @@
-"""Comparison of two Descriptions: facts of identity, and the pairs of parts (clauses KVP-GEO-FACT, KVP-PLAN-*).
-
-In each error `mine` is the source's value and `yours` the sink's; the session swaps them when the sink refuses.
-"""
+"""Comparison of two Descriptions, of facts and parts; `mine` is the source's, which sessions swap for the sink."""
 
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
@@ -28,10 +25,7 @@ _KEYS = {"facts": "name", "groups": "name", "parts": "name", "ranks": "rank", "o
 
 
 def differences(source: Geometry, sink: Geometry) -> list[tuple[str, str, str]]:
-    """What two sides can pair with but should know, as (path, the source's value, the sink's value).
-
-    Facts of rule WARN that differ, and the layers of parts that the sink does not take of a model that it takes.
-    """
+    """Differences that two sides can pair with: (path, the source's value, the sink's value) of facts and layers."""
     facts = [d[:3] for d in _fact_differences(source, sink) if d[3] == FactRule.WARN]
     return [*facts, *_left_out(source, sink)]
 

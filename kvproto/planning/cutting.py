@@ -114,10 +114,7 @@ Family = tuple[tuple[OwnedInterval, ...], tuple[OwnedInterval, ...]]
 def opaque_families(
     sources: tuple[OwnedInterval, ...], sinks: tuple[OwnedInterval, ...], part: str
 ) -> Iterator[Family]:
-    """The families of an opaque part, whose ranks own the same intervals in the same order.
-
-    Raises LAYOUT_OPAQUE for sinks without such sources (KVP-PLAN-OPAQUE).
-    """
+    """Families of an opaque part: ranks with the same intervals in order; raises LAYOUT_OPAQUE (KVP-PLAN-OPAQUE)."""
     have, want = _by_spans(sources), _by_spans(sinks)
     for spans, needy in sorted(want.items()):
         if spans not in have:
@@ -183,10 +180,7 @@ class Cutter:
         return pieces, elect(pieces, self._layers, self._sets, ordinal, features)
 
     def pair(self, src: Group, dst: Group, index: int) -> None:
-        """Compare the sink's part of that index with the source's, and find the token classes that share rows.
-
-        Raises what `check_pair` does, ROW_MISMATCH (KVP-PLAN-DEALS) or TOO_LARGE (KVP-PLAN-RUNS).
-        """
+        """Compare the sink's part with the source's and find token classes that share rows; raises as `check_pair`."""
         if (src.id, dst.id, index) in self._compared:
             return
         self._compared.add((src.id, dst.id, index))
@@ -201,10 +195,7 @@ class Cutter:
             self._meetings[src.id, dst.id] = _Meeting.of(src, dst)
 
     def cut(self, part: int, families: Iterable[tuple[Family, Layers]]) -> None:
-        """Add the pieces of one part of a group of the sink, after `pair`; each family has its layers.
-
-        Raises TOO_LARGE (KVP-PLAN-SIZE) or COVERAGE (KVP-PLAN-COVER).
-        """
+        """Add the pieces of one part after `pair`; raises TOO_LARGE (KVP-PLAN-SIZE) or COVERAGE (KVP-PLAN-COVER)."""
         counted = []
         for family, layers in families:
             bounds = sorted({bound for side in family for interval in side for bound in (interval.lo, interval.hi)})

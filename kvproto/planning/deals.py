@@ -139,10 +139,7 @@ def most_before(group: Group, row: int) -> int:
 
 
 def owned_within(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntArray]:
-    """Intervals of global rows in [lo, hi) that a cp rank owns: first rows [n] and lengths [n].
-
-    `lo` is not below the origin.
-    """
+    """Intervals of global rows in [lo, hi), above the origin, that a cp rank owns: first rows [n] and lengths [n]."""
     if hi <= lo:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     if group.cp_size == 1:
@@ -174,11 +171,7 @@ def global_rows(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray,
 
 
 def shared_classes(source: Group, sink: Group) -> tuple[tuple[int, int], ...]:
-    """Pairs (source cp rank, sink cp rank) that share a row at all, ascending.
-
-    A deal repeats after each turn, so runs of the two sides share a row if they meet modulo the greatest common divisor
-    of both turns.
-    """
+    """Ascending pairs (source, sink cp rank) that share a row, whose runs meet modulo the gcd of both turns."""
     if source.cp_size == sink.cp_size == 1:
         return ((0, 0),)
     both = gcd(*(deal(g)[0] * runs(g) for g in (source, sink)))

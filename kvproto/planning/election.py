@@ -56,7 +56,6 @@ class ShareTable:
 
     @property
     def columns(self) -> tuple[IntArray, ...]:
-        """All columns, in order."""
         return self.piece, self.source, self.sink, self.layer_lo, self.layer_hi
 
 
@@ -81,10 +80,7 @@ class _RaggedRows:
 def elect(
     pieces: PieceTable, layers: Sequence[Layers], sets: Sequence[Ranks], ordinal: int, features: Collection[int]
 ) -> ShareTable:
-    """Who sends each piece to its needy ranks, in which layers (KVP-PLAN-TURN, KVP-PLAN-SPREAD).
-
-    `PieceTable` has indices into `layers` and `sets`; `ordinal` is the sink's replica.
-    """
+    """Who sends each piece to its needy ranks, in which layers, for sink replica `ordinal` (KVP-PLAN-TURN, -SPREAD)."""
     ranks = _RaggedRows.of(sets)
     bounds = _RaggedRows.of([[*chain.from_iterable(intervals)] for intervals in layers])
     c, m = ranks.size[pieces.candidates], ranks.size[pieces.needy]

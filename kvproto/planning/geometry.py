@@ -1,8 +1,4 @@
-"""Descriptions of ownership: constructors and invariants.
-
-The classes are those of the wire (`Geometry`, `Group`, `Part`, `Rank`, `Owns`, `LaneSpan`, `Fact`).
-`kvproto.planning.deals` says where tokens go, and `kvproto.planning.layout` describes whole engines.
-"""
+"""Descriptions of ownership, in the classes of the wire: constructors and invariants."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,10 +25,7 @@ __all__ = [
 def gqa(
     id: int, name: str, model: int, kv_heads: int, head_bytes: int, page_size: int, dtype: DType = DType.F32, **own: Any
 ) -> Group:
-    """Paged K and V of multi-head or grouped-query attention, with one lane of `head_bytes` bytes for each KV head.
-
-    Whether K and V are joint or apart, NHD or HND, padded or not, is stated by the strides of Register, not here.
-    """
+    """Paged K and V of multi-head or grouped-query attention: a lane of `head_bytes` for each KV head."""
     parts = tuple(Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=head_bytes) for p in ("k", "v"))
     return _group(id, name, model, ItemKind.PAGE, page_size, parts, **own)
 

@@ -1,7 +1,4 @@
-"""An engine's geometry in a few lines: a `Cache` for each cache, and `lay_out` over its parallel ranks.
-
-Parallel sizes end here: a Description states layers, lanes and token shares, and planning knows nothing else.
-"""
+"""An engine's geometry: `lay_out` puts caches on its parallel ranks, whose sizes no other module knows."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -51,9 +48,7 @@ class Parallel:
     origin: int = 0
     """The first token that is dealt; requests begin there or later."""
     stages: tuple[int, ...] | None = None
-    """Number of layers of each pipeline stage, or of each chunk if `virtual` is above 1; by default as even as can be,
-    the larger ones first.
-    """
+    """Layers of each pipeline stage, or of each chunk if `virtual`; by default as even as can be, larger first."""
     virtual: int = 1
     """Virtual stages: chunks of layers that each pipeline rank holds; chunk i is on stage i mod pp."""
     deal: str | tuple[int, ...] = "cyclic"
@@ -95,7 +90,7 @@ class Parallel:
         check_type(f"{of}deal", self.deal, (str, tuple, list), _A_DEAL)
         if isinstance(self.deal, str):
             if self.deal not in DEALS:
-                raise LocalError(ErrorCode.OUT_OF_RANGE, f"{of}deal", _A_DEAL, repr(self.deal), _NO_TABLE)
+                raise bad(f"{of}deal", _A_DEAL, repr(self.deal), _NO_TABLE)
             order = DEALS[self.deal](ranks)
         else:
             order = tuple(check_whole(f"{of}deal", rank, 0) for rank in self.deal)
@@ -189,7 +184,7 @@ def _placed(specs: Sequence[Cache], id: int, engine: Parallel, depth: int | None
             if getattr(sizes, name) % group.tokens_per_row:
                 whole = f"a multiple of {group.tokens_per_row} tokens, a row of {group.name!r}"
                 advice = f"deal whole rows, all caches' or by Cache.over({name}=), or store this cache replicated()"
-                raise LocalError(ErrorCode.OUT_OF_RANGE, name, whole, str(getattr(sizes, name)), advice)
+                raise bad(name, whole, getattr(sizes, name), advice)
         order = None if (runs := sizes.order()) is None else np.array(runs, np.uint32)
         interleave, origin = sizes.interleave, sizes.origin
         group = attrs.evolve(group, cp_size=number, interleave=interleave, origin=origin, order=order)
@@ -279,10 +274,7 @@ _WINDOWS = {part: f"window_{part}" for part in PARTS if f"window_{part}" in PART
 
 
 def _check_scales(specs: Sequence[Cache]) -> None:
-    """Raise LocalError for scales whose values no cache has, or whose last row would not move with its values.
-
-    A model may have scales alone, as no values are stated that could arrive without them.
-    """
+    """Raise LocalError for scales of a cache whose values no cache has, or whose last row would not move with them."""
     stated = {
         (spec.group.model, name_of(part.name), layer): spec.group
         for spec in specs

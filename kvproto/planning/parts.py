@@ -37,13 +37,7 @@ ALIASES = {
 }
 """Registered names by alias."""
 
-SHARE_OF = {
-    "rope": "latent",
-    "window_rope": "window_latent",
-    "q_conv": "conv",
-    "k_conv": "conv",
-    "v_conv": "conv",
-}
+SHARE_OF = {"rope": "latent", "window_rope": "window_latent", "q_conv": "conv", "k_conv": "conv", "v_conv": "conv"}
 """The whole part, by the registered name of a share of it."""
 
 SCALES = {

@@ -1,7 +1,4 @@
-"""Work that may take long, such as planning the largest Descriptions, done outside turns.
-
-So a frame of one peer does not hold up the others. One thread does all the work in order; the first work starts it.
-"""
+"""Long work, such as planning large Descriptions, done in order by one thread, so that no peer's frame waits for it."""
 
 import contextlib
 import os

@@ -35,10 +35,7 @@ class Sums:
         """The checksums of the current part, once it has been started."""
 
     def advance(self, until: float) -> bool:
-        """Compute parts until `until`, a time of `time.monotonic`; returns whether all checksums are computed.
-
-        A device computes on alone the part that was begun last.
-        """
+        """Compute parts until a time of `time.monotonic`, the last begun alone; returns whether all are computed."""
         while self._part is not None:
             if self._begun is None:
                 self._begun = self._transport.begin_checksums(self._part, self._memories, self._sink)

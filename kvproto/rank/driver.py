@@ -30,10 +30,7 @@ class Node(Protocol):
     """A receiver of turns from a `Driver`."""
 
     def turn(self, ready: Collection[int] | None) -> list[Any]:
-        """Receive, copy and answer what can be done now; return the events for the engine.
-
-        `ready` holds the descriptors of `filenos` that were readable; None if that is not known.
-        """
+        """Do what can be done now; return events. `ready` holds readable descriptors (None: not known)."""
 
     def filenos(self) -> Mapping[int, object]:
         """Descriptors that are readable when there is something to do; the same object if nothing has changed.
@@ -142,10 +139,7 @@ class Driver:
             self._lock.release()
 
     def later(self, call: Callable[[], object], wake: bool = False) -> None:
-        """Run a callback of the engine outside the lock; `wake` if no turn is under way that would run it.
-
-        If `Options.callbacks` does not take it, because its executor or loop has ended, the next turn fails.
-        """
+        """Run a callback of the engine outside the lock, or fail the next turn; `wake` if no turn would run it."""
         if self._callbacks is not None:
             try:
                 self._callbacks(call)

@@ -77,10 +77,7 @@ def check_names(pages: PageTables, groups: Mapping[str, Group]) -> None:
 
 
 def table_of(layout: RankLayout, pages: PageTables, name: str, skip: int, need: int, purpose: str) -> IntArray:
-    """The page table of a group of this rank, checked to have `need` pages for `purpose`.
-
-    The first `skip` pages may be anything. Raises LocalError as `RequestTables.check` does.
-    """
+    """The table of a group, checked to have `need` pages from `skip` on; raises as `RequestTables.check`."""
     group = next(group for group in layout.geometry.groups if group.name == name)
     if name not in pages:
         raise _missing(layout, name)
@@ -203,10 +200,7 @@ class RequestTables:
         return StatedTables(items, begins, spans)
 
     def record(self, stated: StatedTables) -> None:
-        """Add the tables of one call to those of earlier calls.
-
-        Raises LocalError: BAD_GRANT if an earlier call named other pages, ITEM_ALIAS for a page named twice.
-        """
+        """Add the tables of one call; raises BAD_GRANT if earlier ones differ, ITEM_ALIAS for a page named twice."""
         tables = dict(self._tables)
         for id, table in stated.items.items():
             (skip, need), before = stated.spans[id], tables.get(id)
@@ -225,10 +219,7 @@ class RequestTables:
         self._tables, self._since = tables, stated.since
 
     def _held(self, since: Since | None, tokens: int, axes: Mapping[str, int]) -> dict[int, int]:
-        """The first token whose rows are still held, by group id, unless it is token 0; as before unless stated.
-
-        A ring holds only its last rows below `tokens`, also without `since`.
-        """
+        """First tokens held, by group id, unless 0: as before if not stated; of a ring, those of its last rows."""
         rules, begins = self._rules, dict(self._since)
         if since is None:
             since = {}

@@ -250,10 +250,7 @@ class Pool:
 def columns_without_gaps(
     geometry: Geometry, rank: int, items: Mapping[int, int], heads_first: bool = False
 ) -> tuple[dict[int, Columns], int]:
-    """Columns without gaps in region 0, and the region's length in bytes; `items` counts a group's items by its id.
-
-    Hand-off groups have no columns. A page is [row, lane, byte] (NHD), or [lane, row, byte] with `heads_first` (HND).
-    """
+    """Columns without gaps in region 0, NHD or `heads_first`, and its length in bytes; `items` is by group id."""
     groups = {group.id: group for group in geometry.groups}
     owned = next(share.owns for share in geometry.ranks if share.rank == rank)
     columns: dict[int, Columns] = {}

@@ -42,11 +42,7 @@ def features_of(
 def register(
     transports: Sequence[Transport], memories: Mapping[int, Memory], program: CopyProgram, runs: Callable[[], Runs]
 ) -> tuple[Registration, dict[int, StreamDelivery]]:
-    """Expose every region to one peer through each transport, in order of preference; raises NO_TRANSPORT.
-
-    `program` is any program of the rank pair; `runs` estimates the runs of a typical request. Returns the registration,
-    and the deliveries of transports by which the peer packs bytes instead of writing pages, by transport code.
-    """
+    """Expose every region by each transport; the registration, and deliveries of packed bytes; raises NO_TRANSPORT."""
     handles: dict[int, list[Handle]] = {id: [] for id in memories}
     staging: list[Region] = []
     packed: dict[int, StreamDelivery] = {}

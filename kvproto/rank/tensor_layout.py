@@ -34,11 +34,7 @@ class Column:
 
 
 def columns_of(group: Group, share: Owns, tensors: Any, axes: str, path: str) -> tuple[int, list[Column]]:
-    """The number of items, and the columns ordered by layer, then part.
-
-    `tensors` is one tensor with a layer axis, one tensor per layer of the rank, or a mapping of part names to either.
-    Raises LocalError(BAD_COLUMNS), which names the tensor and the axis.
-    """
+    """The number of items, and the columns by layer, then part; raises LocalError(BAD_COLUMNS) for a tensor or axis."""
     names = column_names(group)
     if isinstance(tensors, Mapping):
         if sorted(tensors) != sorted(names):

@@ -1,8 +1,4 @@
-"""The catalogue of a source rank's cached pages, announced to sinks that watch (feature CATALOGUE, spec/v1/tiers.md).
-
-The list is sent in pieces by ascending id while pages change. The pieces and the changes carry the number of the last
-change, so that a reader notices what it has missed, and starts again.
-"""
+"""A source's cached pages, listed in pieces by id, with the number of the last change (feature CATALOGUE, tiers.md)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice

@@ -317,10 +317,7 @@ class Session:
         on_error: Callable[[RemoteError, float], None] | None = None,
         **fields: Any,
     ) -> PendingMessage:
-        """Encode a request with a new id, for `ask`; Hello is greased.
-
-        Raises LocalError(TOO_LARGE) if the body is longer than the peer accepts.
-        """
+        """Encode a request with a new id, for `ask`, and grease Hello; raises LocalError(TOO_LARGE)."""
         number, ids = self._next_request, tables.GREASE_FIELD_IDS
         head, grease = {"session": self.session}, None
         if cls is m.Hello:
@@ -362,10 +359,7 @@ class Session:
         return number in self._pending
 
     def answered(self, number: int, *kinds: type, about: int | None = None) -> bool:
-        """End a request, if it is one of these messages and about this sequence; returns whether it was under way.
-
-        Each side numbers its own requests, so the same number may also be that of a request of the peer.
-        """
+        """End a request of ours, if it is of these kinds and about this; returns whether it was under way."""
         request = self._pending.get(number)
         if request is None or (kinds and request.kind not in kinds) or about not in (None, request.about):
             return False

@@ -1,8 +1,4 @@
-"""Describe and Description: each side states its geometry, and states it again on every change (registration.md).
-
-The sink describes itself first. In a session with EPOCHS, either side does so again when its own Description has
-changed. Both then plan again; epochs that were registered earlier keep the plan under which they were registered.
-"""
+"""Describe and Description, the sink's first: each side states its geometry, and with EPOCHS every change of it."""
 
 from typing import Any
 

@@ -18,10 +18,7 @@ _RANDOM_BITS = 20
 
 
 def new_incarnation(seconds: float, random: int) -> int:
-    """The incarnation of a run that starts `seconds` after the Unix epoch: milliseconds << 20 | 20 `random` bits.
-
-    A later run of a rank has a greater number (KVP-SES-SUPERSEDE); the random bits tell runs of one millisecond apart.
-    """
+    """An incarnation: milliseconds << 20 | 20 random bits, so that a later run's is greater (KVP-SES-SUPERSEDE)."""
     return int(seconds * 1000) << _RANDOM_BITS | random & (1 << _RANDOM_BITS) - 1
 
 

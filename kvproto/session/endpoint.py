@@ -1,7 +1,4 @@
-"""The endpoint that holds the sessions of one rank: the base of both roles.
-
-Addresses and connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as `next_deadline`.
-"""
+"""The sessions of one rank, for both roles; connections are opaque keys, and time comes in as `now`."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
@@ -16,7 +13,7 @@ from kvproto.session.records import Counters
 from kvproto.session.timers import Timers
 from kvproto.wire import encode
 from kvproto.wire import messages as m
-from kvproto.wire.head import Head, read_head
+from kvproto.wire.codec import Head, read_head
 
 
 class EndpointCalls(Protocol):
@@ -122,10 +119,7 @@ class Endpoint:
     def _report(
         self, conn: Hashable, session: Any, frame: bytes, message: m.Message | None, error: RemoteError
     ) -> Head:
-        """Answer a refused frame with Error, unless it is an Error, or a reply or notice that cannot be read.
-
-        Returns as much of its head as can be read (KVP-ERR-ANSWER, KVP-ERR-SILENT).
-        """
+        """Answer a refused frame with Error, if due; returns what its head says (KVP-ERR-ANSWER, KVP-ERR-SILENT)."""
         head = read_head(frame) if message is None else Head.of(message)
         if head.cls is not m.Error and (message is not None or head.delivery == "request"):
             about = head.cls.TYPE if head.cls is not None else None

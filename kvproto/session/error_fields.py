@@ -26,10 +26,7 @@ def refusal(error: KvprotoError) -> dict[str, Any]:
 
 
 def mismatch(content: bytes, tokens: int | None, transfer: m.Transfer, sink: Geometry) -> RemoteError:
-    """The error for a Transfer whose content digest is not that of the ticket's prompt (KVP-TKT-CONTENT).
-
-    `tokens` is the length of the prompt, if it is known. Of the other prompt only the end of its fetch is known.
-    """
+    """The error for a Transfer with another prompt's digest, of `tokens` if known (KVP-TKT-CONTENT)."""
     token_groups = {group.id for group in sink.groups if axis_of(group) == TOKENS}
     end = max((grant.valid for grant in transfer.grants if grant.group in token_groups), default=0)
     prompt = "a prompt" if tokens is None else f"a prompt of {tokens} tokens"

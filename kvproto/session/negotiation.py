@@ -38,10 +38,7 @@ class Chosen:
 
 
 def negotiate(sink: Terms, source: Terms) -> Chosen:
-    """Choose version and features of a session (KVP-NEG-VERSION, KVP-NEG-FEATURE, KVP-NEG-CHOOSE).
-
-    Raises RemoteError: NO_VERSION or FEATURE_MISSING.
-    """
+    """Choose version and features (KVP-NEG-*); raises RemoteError: NO_VERSION or FEATURE_MISSING."""
     spoken = {versions.major: versions for versions in source.versions}
     both = [(versions, spoken[versions.major]) for versions in sink.versions if versions.major in spoken]
     common = [(a.major, max(a.min_minor, b.min_minor), min(a.max_minor, b.max_minor)) for a, b in both]

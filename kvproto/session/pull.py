@@ -103,10 +103,7 @@ class SourcePull(Extension):
 
 
 class SinkPull(Delivery):
-    """The sink's half, which maps the source's memory and reads what is offered.
-
-    Only this side writes the pages, so the end of its own copy is proof, whatever the source reports.
-    """
+    """The sink's half, which maps the source's memory and reads it; the end of its own copy is proof."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)

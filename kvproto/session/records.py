@@ -245,9 +245,7 @@ class SinkTransfer:
     useful: int | None = 0
     """The token up to which items were last reported as of use; None for all of them."""
     unheard: bool = False
-    """Whether it is lost only because a run of the source that goes on has forgotten a session, and had accepted none
-    of it: it may be requested again.
-    """
+    """Whether it may be requested again: the source goes on, but has forgotten the session, and accepted none of it."""
     unproven: list[SinkAttempt] = attrs.Factory(list)
     """Once it is lost, the attempts whose writes may still arrive."""
 

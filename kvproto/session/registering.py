@@ -347,10 +347,7 @@ class Holder(Extension):
 
 
 def _check(message: m.Register, access: Access, described: Described) -> Overlaps:
-    """Check a Register; returns which of its columns overlap. Raises RemoteError.
-
-    Clauses KVP-REG-DIGESTS, KVP-REG-ACCESS, KVP-REG-ROUTES, KVP-REG-MANY, KVP-REG-COLUMNS.
-    """
+    """Check a Register (KVP-REG-*); returns which of its columns overlap. Raises RemoteError."""
     digests = described.of_source.digest, described.of_sink.digest
     for field, ours, theirs in zip(("source", "sink"), digests, (message.source, message.sink), strict=True):
         if ours != theirs:

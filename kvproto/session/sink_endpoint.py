@@ -374,10 +374,7 @@ class SinkEndpoint(Endpoint):
         return bool(routed) and all(session is not None and _adaptable(session) for session in routed)
 
     def expose(self, exposed: Exposed, now: float, geometry: Geometry | None = None) -> None:
-        """Register another pool, which new transfers go into once every routed rank has mapped it.
-
-        `geometry` is the rank's from now on; if it has changed, every session plans again first.
-        """
+        """Register a pool for new transfers once all ranks have mapped it; a changed `geometry` is planned first."""
         self.exposed, self.ready = exposed, False
         if geometry is not None and geometry != self.geometry:
             self.geometry, self.stated = geometry, Stated.of(geometry, self.stated.version + 1)
@@ -408,10 +405,7 @@ class SinkEndpoint(Endpoint):
         return all(o.memory is not exposed for s in self.sessions.values() for o in s.owner.epochs.values())
 
     def outdated(self, exposed: Exposed) -> bool:
-        """Whether a source rank mapped a pool under an earlier version of its Description, even one with equal content.
-
-        It accepts no more transfers of such an epoch.
-        """
+        """Whether a source rank mapped a pool under an earlier Description, of whose epoch it accepts no more."""
         return any(
             owned.memory is exposed and owned.described.of_source.version != session.described.of_source.version
             for session in self._routed()

@@ -94,11 +94,7 @@ class SourceSession(Session):
         process: m.Process | None = None,
         mapping: Any = None,
     ) -> None:
-        """Report that the sink's memory is mapped with this transport; `mapping` is the rank's own record of it.
-
-        `writer` is for a transport that packs bytes, which needs Credit. `process` is the one that writes, if its end
-        is proof that none of its writes can arrive any more (KVP-REG-PROCESS).
-        """
+        """Report that memory is mapped with a transport; `writer` is for one that packs, `process` for proof."""
         epoch = self.holder.accept(transport, process if not self.pulls else None)
         if epoch is not None:
             epoch.mapping = mapping

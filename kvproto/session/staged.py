@@ -1,7 +1,4 @@
-"""Streams through staging slots of the sink: Chunk, and Credit of slots (feature STAGED).
-
-The slots belong to a transport; the protocols here state what a session needs from them.
-"""
+"""Streams through staging slots of the sink, which a transport owns: Chunk, and Credit of slots (feature STAGED)."""
 
 from typing import Protocol
 

@@ -1,7 +1,4 @@
-"""Transfers whose bytes are packed into a stream, under credit: what staging slots and Data have in common.
-
-Streams belong to a transport; the protocols here state what a session needs from them.
-"""
+"""Transfers packed into a stream under credit, for staging slots and Data; streams belong to a transport."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol
@@ -111,10 +108,7 @@ class Pieces(Extension):
 
 
 class SinkStream(SinkPush):
-    """The sink's half of the streams into one epoch, which sends Credit and receives the pieces.
-
-    Only this side writes the pages, so what it knows of its own unpacking is proof, whatever the source reports.
-    """
+    """The sink's half of the streams into one epoch; as only it writes pages, its own unpacking is proof."""
 
     feature: Feature
     """The feature without which the source may not choose it."""

@@ -270,10 +270,7 @@ class Tickets:
         return state
 
     def _match(self, state: TicketState, attempt: SourceAttempt, now: float) -> None:
-        """Accept a Transfer whose ticket, sink, prompt and tokens are right, and fail others.
-
-        A Transfer that is wrong only in its tokens has used the ticket, whether it came before the prompt or later.
-        """
+        """Accept a right Transfer, or fail it; one that is wrong only in its tokens has used the ticket."""
         session, peer = attempt.session, attempt.session.peer
         try:
             _check(state, attempt, (peer.engine, peer.replica))

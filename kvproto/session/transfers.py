@@ -287,10 +287,7 @@ class SinkTransfers(Extension):
     def compose(
         self, now: float, transfer: SinkTransfer, key: bytes, content: bytes, grants: Mapping[int, m.Grants]
     ) -> tuple[SinkAttempt, PendingMessage]:
-        """Make an attempt and its Transfer, for `ask`, with those of the `grants` (by group id) that are routed.
-
-        Raises LocalError: BUSY for more transfers than the source accepts at once, TOO_LARGE beyond its `max_body`.
-        """
+        """Make an attempt and its Transfer, with routed grants by group id; raises LocalError: BUSY, TOO_LARGE."""
         session, owned = self._session, self._session.owner.current
         if owned is None:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "registered memory", "none yet", "wait for Ready")

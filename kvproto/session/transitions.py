@@ -8,9 +8,7 @@ from kvproto.wire.enums import Feature
 
 class SessionState(Enum):
     """One rank pair."""
-
     __hash__ = object.__hash__  # rows are looked up by it for every message
-
     IDLE = "idle"
     GREETED = "greeted"
     OPEN = "open"
@@ -23,9 +21,7 @@ class SessionState(Enum):
 
 class TransferState(Enum):
     """One transfer, inside a session that is ready."""
-
     __hash__ = object.__hash__  # rows are looked up by it for every message
-
     NEW = "new"
     ASKED = "asked"
     ACCEPTED = "accepted"

@@ -1,7 +1,4 @@
-"""The sessions of a watcher of a source replica's cached pages, which moves no bytes (spec/v1/tiers.md).
-
-It greets the ranks that Welcome lists, describes nothing, and greets lost ranks again.
-"""
+"""Sessions of a watcher of a source replica's cached pages, with the ranks of Welcome, which move no bytes."""
 
 from collections.abc import Hashable
 from functools import partial

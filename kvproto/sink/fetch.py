@@ -73,10 +73,7 @@ class Fetch(TicketHandle[Arrived]):
         super().__init__(rank, ticket)
         self.pool = pool
         self.pages_free = False
-        """Whether nobody can write its pages any more: they hold the request, or may be reused if it was lost.
-
-        False while the fetch is under way; PagesFree reports when it becomes true later than the fetch is lost.
-        """
+        """Whether nobody can write its pages any more; PagesFree reports it if that is later than the loss."""
         self.number = 0
         """The fetch's number at this sink, from 1."""
         self.epoch = epoch
@@ -184,10 +181,7 @@ class Fetch(TicketHandle[Arrived]):
         return event
 
     def lose(self, error: KvprotoError, proven: bool, raised: Exception | None = None) -> Lost:
-        """End with an error; its pages are free if it is `proven` that nothing can write them any more.
-
-        `raised` is the exception that the handle raises, if that is another.
-        """
+        """End with an error, or `raised` in its place; `proven` frees the pages, which nothing can write any more."""
         self.pages_free = proven
         if proven:
             self.release()

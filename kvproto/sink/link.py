@@ -77,10 +77,7 @@ class SourceLink:
         replica: tuple[str, int],
         server: bytes | None = None,
     ) -> None:
-        """Greet the rank that listens at `seed`, where `replica` must answer.
-
-        `server` is the public key that every rank of the source must have, if addresses need one (KVP-NET-KEY).
-        """
+        """Greet the rank of `replica` at `seed`, whose ranks all have the public key `server` (KVP-NET-KEY)."""
         self._context, self.seed, self.replica, self.server = context, seed, replica, server
         self._fetches: dict[Fetch, None] = {}
         """Fetches from this source, in order, until nothing can write their pages any more."""
@@ -113,11 +110,7 @@ class SourceLink:
     # calls of the engine
 
     def fetch(self, fetch: Fetch) -> None:
-        """Request a fetch, at once or when the link is ready; its source has `fetch.seconds` to accept it.
-
-        It is lost if neither side has one of its axes. If its items are deferred, PagesWanted reports when they are of
-        use.
-        """
+        """Request a fetch, at once or when the link is ready; it is lost if neither side has one of its axes."""
         fetch.link = self
         self._fetches[fetch] = self._waiting[fetch] = None
         if fetch.seconds is not None and fetch.deadline is None:
@@ -293,10 +286,7 @@ class SourceLink:
         self._flush(time.monotonic())
 
     def give_up_late(self, fetch: Fetch, now: float) -> None:
-        """Give up a fetch whose deadline has passed and that the source has not accepted.
-
-        Once accepted, the source watches the deadline, and the fetch is given up only long after (KVP-TRN-ENDLESS).
-        """
+        """Give up a fetch past its deadline, long after if the source has accepted it (KVP-TRN-ENDLESS)."""
         if fetch.transfer is None or not fetch.transfer.accepted:
             hindrances = self.endpoint.hindrances(fetch.transfer) or [f"no answer from the source at {self.seed}"]
             self._abort_late(fetch, _UNANSWERED.format(listed(hindrances, 2, "; ")), now)
@@ -397,7 +387,6 @@ class SourceLink:
         self._context.verification.add(Arrival(self, fetch, fetch.registered, done, seconds))
 
     def verified(self, arrival: Arrival) -> None:
-        """End a fetch whose checksums are all computed."""
         del self._context.unreached[self.replica]
         self._forget(arrival.fetch)
         self._report(arrival.outcome())

@@ -1,8 +1,4 @@
-"""A sink rank: one pool with its quarantine, one set of transports, and links to any number of source replicas.
-
-A turn touches only what has something to do: connections with frames to receive, links that have asked for a turn, and
-timers that are due. So it costs the same whether ten sources are connected or a thousand.
-"""
+"""A sink rank: a pool with its quarantine, transports, and links; a turn touches only what has something to do."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -121,10 +117,7 @@ class SinkNode:
     # calls of the engine
 
     def connect(self, replica: Replica, address: str, server: bytes | None = None) -> None:
-        """Add a source replica, or change its address; `server` is its public key.
-
-        Unless `eager`, it is greeted with the first fetch from it.
-        """
+        """Add a source replica or change its address, to be greeted with the first fetch unless `eager`."""
         self.sources[replica] = address, server
         if self._eager or replica in self._links:
             self._greet(replica, address, server)
@@ -223,7 +216,6 @@ class SinkNode:
         return [name for link in self._all() for name in link.holders(lent)]
 
     def census(self) -> Counters:
-        """Count its sources now, and the messages that were sent again so far."""
         counters = [link.endpoint.census() for link in self._all()]
         return Counters(
             sum(count.peers for count in counters),
@@ -244,7 +236,6 @@ class SinkNode:
     # calls of links
 
     def needs_turn(self, link: SourceLink) -> None:
-        """Give a link a turn soon."""
         self._awake[link] = None
 
     def report(self, link: SourceLink, event: Event) -> None:
@@ -259,16 +250,12 @@ class SinkNode:
         self._events.append(event)
 
     def send(self, link: SourceLink, address: str, frame: bytes) -> None:
-        """Send a frame; raises KvprotoError for an address that cannot be used."""
         self._dialer.send((link, address), frame, link.server)
 
     # turns
 
     def turn(self, ready: Collection[int] | None = None) -> list[Event]:
-        """Receive, read and answer; return the events for the engine.
-
-        `ready` holds the descriptors that were readable (None: look at all).
-        """
+        """Receive, read and answer; return events. `ready` holds readable descriptors (None: look at all)."""
         context, now = self._context, time.monotonic()
         if context.background.results:
             context.background.turn()
@@ -389,7 +376,6 @@ class SinkNode:
         return self._filenos[1]
 
     def timeout(self) -> float | None:
-        """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
         if self._events or self._awake or self._dying or self._context.verification.waiting or self._dialer.pending:
             return 0.0
         intervals: list[float] = []
@@ -440,7 +426,6 @@ class SinkNode:
                 watch.close()
 
     def close(self, reason: str) -> None:
-        """Say Goodbye to all sources, then release everything."""
         for link in self._all():
             link.close(reason)
         for writer in self._writers.values():

@@ -152,10 +152,7 @@ class RegisteredPool:
 def prepared(
     background: Background, current: Callable[[], RegisteredPool | None], wake: Callable[[], None]
 ) -> Callable[[Callable[[], Planned], Callable[[Planned | KvprotoError], None]], None]:
-    """A function by which a link's endpoint makes its plans outside turns, and prepares the current pool for them.
-
-    `wake` is called when a plan is made.
-    """
+    """A function that plans outside turns, prepares the current pool for the plan, and calls `wake`."""
 
     def defer(work: Callable[[], Planned], then: Callable[[Planned | KvprotoError], None]) -> None:
         registered = current()  # that of the Description to plan with; the pool may move before the plan is there

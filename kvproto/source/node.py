@@ -177,7 +177,6 @@ class SourceNode:
         return self._copies.busy
 
     def census(self) -> Counters:
-        """Count its sinks now, and the messages that were sent again so far."""
         return self.endpoint.census()
 
     # calls of the endpoint
@@ -276,7 +275,6 @@ class SourceNode:
         return self._filenos
 
     def timeout(self) -> float | None:
-        """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
         if self._to_check or self._changed or self._listener.pending:
             return 0.0
         interval, deadline = self._copies.poll_interval(), self.endpoint.timers.next()
@@ -439,7 +437,6 @@ class SourceNode:
         self._events.append(Sent(send.request, sink, moved, seconds, left, peer, epoch))
 
     def close(self, reason: str) -> None:
-        """Say Goodbye to all sinks, then release everything."""
         self.endpoint.goodbye(reason)
         self._flush()
         self._listener.close()

@@ -116,11 +116,7 @@ class Prefill:
         self.version += 1
 
     def program(self, pair: Pair, grants: Sequence[Grants], whole: bool) -> CopyProgram:
-        """The program that copies a request's rows to a sink.
-
-        Before prefill is over, it has the rows that any layer has, or with `whole` all that are to come. Raises
-        BAD_GRANT or STATE_POSITION.
-        """
+        """The program of rows that any layer has, or of the `whole` request; raises BAD_GRANT or STATE_POSITION."""
         finished, sources = self.finished, {}
         begun = self.begun(pair, grants) if self.since else grants
         if finished is not None:
@@ -215,10 +211,7 @@ def check_ends(pair: Pair, grants: Sequence[Grants], tokens: int, axes: Mapping[
 def offered(
     routes: Sequence[Route], side: RankLayout, asked: Sequence[Grants], items: Mapping[int, IntArray]
 ) -> tuple[Grants, ...]:
-    """The items that a sink is to read (feature PULL): the tokens of `asked`, for each source group of the routes.
-
-    `items` are the page tables by group id, beginning with the item that holds the first owned row from token 0 on.
-    """
+    """Items that a sink is to read (PULL), by source group, from page tables that begin with token 0's."""
     by_group = {grant.group: grant for grant in asked}
     windows_of: dict[int, list[Grants]] = {}
     for route in routes:

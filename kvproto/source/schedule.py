@@ -170,10 +170,7 @@ class Scheduler:
         return parts if short or sum(p.bytes for p in parts) >= self._part_bytes else []
 
     def _may_grow(self, send: Send) -> bool:
-        """Whether rows may be sent before everything is granted; a packed stream has to begin with all grants.
-
-        Sets `failure` if the sink should not grant anything at all.
-        """
+        """Whether rows may go before all is granted, as in no stream; sets `failure` if nothing should be granted."""
         if send.prefill.finished is not None:
             try:
                 check_ends(send.peer.pair, send.granted, send.prefill.finished.tokens, send.prefill.axes)

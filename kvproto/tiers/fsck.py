@@ -41,10 +41,7 @@ class StoreReport:
 
 
 def check_store(store: Store, verify: bool = False) -> StoreReport:
-    """Check names, lengths and manifests, and with `verify` every byte; raises OSError.
-
-    Others may write and evict pages meanwhile: a page that has gone is not damaged.
-    """
+    """Check names, lengths and manifests, and with `verify` every byte, while others may write; raises OSError."""
     references = ObjectReferences()
     pages, damaged = _check_pages(store, sorted(store.keys("m")), references, verify)
     orphans = {key: store.size(key) or 0 for key in sorted(store.keys("o")) if key not in references}
@@ -53,10 +50,7 @@ def check_store(store: Store, verify: bool = False) -> StoreReport:
 
 
 def prune(store: Store, report: StoreReport, grace: float = GRACE, verify: bool = False) -> tuple[int, int]:
-    """Delete damaged pages, and orphans and unfinished files older than `grace` seconds; returns how many of both.
-
-    A page that was mended since stays. Raises OSError.
-    """
+    """Delete pages still damaged, and orphans older than `grace` seconds; returns how many of both; raises OSError."""
     _, damaged = _check_pages(store, [page.key for page in report.damaged], ObjectReferences(), verify)
     for page in damaged:
         delete_page(store, page.key, page.manifest)

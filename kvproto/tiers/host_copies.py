@@ -118,10 +118,7 @@ def _width(group: Group, share: Owns) -> int:
 
 
 def as_pool(side: RankLayout, lengths: Mapping[int, int], slots: int) -> RankLayout:
-    """Stored pages of a rank, each group's one after the other, as if they were a pool whose items are pages.
-
-    `lengths` are the bytes of a page, by group; region g is the memory of group g.
-    """
+    """Stored pages as a pool whose items are pages of `lengths` bytes by group; region g is the memory of group g."""
     rows = {group: length // _width(side.groups[group], side.shares[group]) for group, length in lengths.items()}
     groups = tuple(attrs.evolve(g, rows=rows[g.id]) if g.id in rows else g for g in side.geometry.groups)
     geometry: Geometry = attrs.evolve(side.geometry, groups=groups)

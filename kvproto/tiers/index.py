@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from kvproto.errors import U32, LocalError, check_whole
+from kvproto.errors import U32, LocalError, bad, check_whole
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout, usable_lengths
 from kvproto.wire.enums import ErrorCode, LengthRule
@@ -66,7 +66,6 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """The number of FREE slots."""
         return len(self._free)
 
     @property
@@ -75,11 +74,9 @@ class Slots:
         return self._queued
 
     def counts(self) -> dict[SlotState, int]:
-        """The number of slots in each state."""
         return {state: self._state.count(state) for state in SlotState}
 
     def state(self, slot: int) -> SlotState:
-        """The state of one slot."""
         return SlotState(self._state[slot])
 
     def generation(self, slot: int) -> int:
@@ -102,7 +99,7 @@ class Slots:
         if not _MAY[before] >> state & 1 or (state is SlotState.FREE and self._pins[slot]):
             allowed = " or ".join(after.name for after in MOVES[SlotState(before)])
             wants = f"{SlotState(before).name} to {allowed}, FREE without pins"
-            raise LocalError(ErrorCode.OUT_OF_RANGE, f"slots[{slot}]", wants, f"{state.name}, {self._pins[slot]} pins")
+            raise bad(f"slots[{slot}]", wants, f"{state.name}, {self._pins[slot]} pins")
         self._state[slot] = state
         if before == SlotState.READABLE and not self._pins[slot]:
             self._dequeue(slot)
@@ -167,7 +164,7 @@ class Index:
     def __init__(self, layout: PageLayout, count: int) -> None:
         """Raises LocalError for a layout of more than 64 components."""
         if len(layout.components) > 64:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "layout", "at most 64 components", str(len(layout.components)))
+            raise bad("layout", "at most 64 components", len(layout.components))
         self.layout, self.slots = layout, Slots(count)
         self.on_evict: Callable[[Sequence[tuple[bytes, int]]], None] = lambda pages: None
         """Called with the (id, slot) of pages that are about to leave the tree, parents first."""
@@ -223,7 +220,7 @@ class Index:
         """Reserve slots for pages [first, first + count) of a prompt, all or none; evicts other pages for them."""
         ids = chain.ids(self.layout.form)
         if not 0 <= first <= first + count <= len(ids):
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "count", f"pages within {len(ids)}", f"{first} + {count}")
+            raise bad("count", f"pages within {len(ids)}", f"{first} + {count}")
         reservation = self.reserve(count)
         if reservation is not None:
             reservation.assign(chain, first)
@@ -267,7 +264,6 @@ class Index:
         return [*self._by_id]
 
     def slot(self, id: bytes) -> int | None:
-        """The slot of a readable page."""
         return self._by_id.get(id)
 
     def evict(self, count: int) -> int:
@@ -356,10 +352,8 @@ class Index:
                 self._replace(known, slot, bits)
                 known = slot
             parent, published = known, published + 1
-        while (
-            parent is not None and parent != _NONE
-        ):  # from the leaf up, so that no page is evicted before its children
-            self.slots.touch(parent)
+        while parent is not None and parent != _NONE:
+            self.slots.touch(parent)  # from the leaf up, so that no page is evicted before its children
             parent = self._parent[parent]
         return published
 
@@ -443,8 +437,7 @@ class Reservation(_SlotHolder):
         """Mark that copies of these groups into page i are over; raises LocalError if a PREFIX component is missing."""
         held = self._index._bits(groups)
         if self._index._required & ~held:
-            wants = f"{sorted(self._index.layout.required)} at least"
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "groups", wants, str(sorted(groups)))
+            raise bad("groups", f"{sorted(self._index.layout.required)} at least", sorted(groups))
         self._index.slots.move(self._slots[i], SlotState.SEALED)
         self._held[i] = held
 
@@ -454,10 +447,7 @@ class Reservation(_SlotHolder):
             self.seal(i, held)
 
     def publish(self) -> int:
-        """Make the sealed pages readable and close; returns how many first pages are readable now (KVP-TIER-VISIBLE).
-
-        If another writer has published a page first, that page stays, unless ours has all of its components and more.
-        """
+        """Make sealed pages readable, unless whole ones of others are; returns how many are (KVP-TIER-VISIBLE)."""
         try:
             return self._index._publish(self._parent, self._ids, self._slots, self._held)
         finally:

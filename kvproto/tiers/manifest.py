@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import attrs
 
-from kvproto.errors import LocalError, WireError
+from kvproto.errors import WireError, bad
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageComponent, PageLayout
 from kvproto.wire import decode_struct
@@ -22,25 +22,22 @@ _NEWER = (ErrorCode.UNKNOWN_FIELD, ErrorCode.UNKNOWN_ENUM_VALUE)
 
 
 def manifest_key(id: bytes, geometry: bytes) -> str:
-    """The key of a page's manifest in a store."""
     return f"m/{id.hex()}.{geometry.hex()}"
 
 
 def object_key(manifest: Manifest, component: Component) -> str:
-    """The key of the bytes of a component in a store."""
     return f"o/{manifest.id.hex()}.{manifest.geometry.hex()}.{component.group}.{component.digest.hex()}"
 
 
 def make_manifest(layout: PageLayout, chain: Chain, i: int, data: Mapping[int, Data]) -> Manifest:
     """The manifest of page i with these bytes, by group; raises LocalError if bytes are missing (KVP-TIER-ALL)."""
     if missing := layout.required - data.keys():
-        wants = f"groups {sorted(layout.required)}"
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "data", wants, f"none of {sorted(missing)}")
+        raise bad("data", f"groups {sorted(layout.required)}", f"none of {sorted(missing)}")
     components = []
     for group in sorted(data):
         component, size = layout.component(group), len(data[group])
         if size != component.length:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, f"data[{group}]", f"{component.length} bytes", str(size))
+            raise bad(f"data[{group}]", f"{component.length} bytes", size)
         stated = dict(zip(_FIELDS, _stated(component), strict=True))
         components.append(Component(**stated, digest=hashlib.sha256(data[group]).digest()))
     return Manifest(
@@ -85,10 +82,7 @@ class ObjectReferences:
         self._keys: set[str] = set()
 
     def add(self, key: str, data: Data | None) -> Manifest | None:
-        """Add the references of the manifest under `key`, and return it.
-
-        Returns None if the bytes are missing or damaged, of a later version, or the manifest of another key.
-        """
+        """Add the references of a manifest and return it; None if it is missing, damaged, newer or of another key."""
         try:
             manifest = None if data is None else decode_struct(Manifest, bytes(data))
         except WireError as error:

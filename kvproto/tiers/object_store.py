@@ -1,9 +1,4 @@
-"""Pages in an object store: S3 or a compatible server, Google's or Azure's; `pip install 'kvproto[objects]'`.
-
-The client is obstore, Apache Arrow's `object_store` in Python: one wheel without dependencies, calls without the GIL,
-and time limits of its own, so that no call takes longer than TIMEOUT and its retries. A store puts an object whole or
-not at all, and every later read sees it.
-"""
+"""Pages in an object store, by obstore: whole objects, calls without the GIL, and time limits (`kvproto[objects]`)."""
 
 from __future__ import annotations
 
@@ -46,10 +41,7 @@ class ObjectStore(Store):
 
     @classmethod
     def at(cls, url: str, timeout: timedelta = TIMEOUT, retries: int = RETRIES, **config: Any) -> ObjectStore:
-        """Open a URL such as `s3://bucket/prefix`, with a time limit for each try; raises OSError.
-
-        `config` is obstore's; keys, region and endpoint that it lacks come from the environment.
-        """
+        """Open a URL with obstore's `config`, and what it lacks from the environment; raises OSError."""
         client: ClientConfig = {"timeout": timeout, "connect_timeout": min(CONNECT, timeout), "allow_http": True}
         retry: RetryConfig = {"max_retries": retries, "retry_timeout": timeout}
         with _os_errors():

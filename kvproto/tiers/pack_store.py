@@ -146,10 +146,7 @@ def _parse_index(data: bytes, end: int, count: int) -> dict[str, _Entry]:
 
 
 def _ending(sizes: Sequence[tuple[str, int]]) -> bytes:
-    """The index, marks and tail for keys of these lengths; of two equal keys, the latter is present.
-
-    Raises OSError for a longer index than a reader accepts.
-    """
+    """The index, marks and tail for keys of these lengths; of two equal keys the latter is present; raises OSError."""
     last = {key: number for number, (key, _) in enumerate(sizes)}
     marks = bytes(last[key] == number for number, (key, _) in enumerate(sizes))
     index = msgpack.packb(sizes)
@@ -224,10 +221,7 @@ class PackStore(BatchStore, IntoStore):
                 self._delete_from(name, key)
 
     def _rename(self, draft: str, keys: list[str]) -> list[tuple[str, str]]:
-        """Give a pack a name that sorts after all known packs, and return the (pack, key) pairs that it replaces.
-
-        The time puts it after packs that others have made since we last listed the folder.
-        """
+        """Give a pack a name after all known ones, by the time; returns the (pack, key) pairs that it replaces."""
         with self._lock:
             number = min(max(self._last + 1, time.time_ns()), _GREATEST)
             name = f"{number:016x}.{secrets.token_hex(4)}"
@@ -263,10 +257,7 @@ class PackStore(BatchStore, IntoStore):
             self._older.get(hash(key), set()).difference_update(names)
 
     def keys(self, kind: str) -> Iterator[str]:
-        """See `Store`; kind `t` lists packs that a writer has not finished.
-
-        Packs that come meanwhile are listed too, because keys of others may have moved there.
-        """
+        """See `Store`; lists packs that come meanwhile, which may have taken keys, and as kind `t` unfinished ones."""
         if kind == "t":
             with self._retrying(os.scandir, self._drafts) as drafts:
                 names = [draft.name for draft in drafts if draft.is_file(follow_symlinks=False)]
@@ -356,10 +347,7 @@ class PackStore(BatchStore, IntoStore):
         return call(*args, **named)
 
     def _list(self, always: bool = False) -> bool:
-        """Add the packs that others have made and drop deleted ones, if the folder may have changed.
-
-        Returns whether any was added. The caller holds the lock.
-        """
+        """Add others' packs and drop deleted ones, with the lock held; returns whether any was added."""
         modified = os.stat(self._packs).st_mtime_ns
         if not always and modified == self._modified and time.monotonic() < self._listed + _RELIST:
             return False
@@ -383,10 +371,7 @@ class PackStore(BatchStore, IntoStore):
         return came
 
     def _open_new(self, name: str) -> bool:
-        """Add the keys of a pack; returns whether it is still there.
-
-        A pack that we cannot read is left alone, and tried again next time; one without keys is deleted.
-        """
+        """Add the keys of a pack that we can read, or delete it if it has none; returns whether it is still there."""
         path = f"{self._packs}/{name}"
         try:
             pack = PackFile(path)
@@ -435,10 +420,7 @@ class PackStore(BatchStore, IntoStore):
         self._open.pop(name, None)
 
     def _delete_from(self, name: str, key: str) -> bool:
-        """Mark a key of a pack as deleted, free its space, and delete a pack that has no other key.
-
-        Returns whether the key was there.
-        """
+        """Mark a key as deleted and free its space, or the pack with its last key; returns whether it was there."""
         path, pack = f"{self._packs}/{name}", self._pack(name)
         if pack is None or key not in pack.entries:
             return False

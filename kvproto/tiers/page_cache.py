@@ -65,7 +65,6 @@ class _HostBackup:
     hit: Hit | None = None
 
     def close(self) -> None:
-        """Unpin the pages."""
         if self.hit is not None:
             self.hit.close()
 
@@ -111,10 +110,7 @@ class PageCache:
         return bool(self._backups or self._loads or self._running or (self.io and self.io.busy))
 
     def subscribe(self, listener: Callable[[dict[bytes, Tier | None]], object]) -> None:
-        """Report pages after which a request can continue: all of them now, changes with each step (KVP-CAT-TELL).
-
-        The listener gets the nearest tier by page id; None means that no tier has the page any more.
-        """
+        """Report pages to continue after, by nearest tier (None: gone): all now, then changes (KVP-CAT-TELL)."""
         self._notify()  # the other listeners get the changes since the last step
         for index in (self.device, self.host):
             index.changes = {}
@@ -191,10 +187,7 @@ class PageCache:
             self._check(copy, finish)
 
     def fetch(self, chain: Chain, deadline: float = 0.0) -> StorageRead:
-        """Begin to read the pages of a prompt from storage that the host lacks.
-
-        `deadline` is a time of the engine's clock: 0 takes the pages that have arrived, infinity waits for all of them.
-        """
+        """Begin to read pages that the host lacks from storage; `deadline` 0 waits for none, infinity for all."""
         with self.host.find(chain) as hit:
             first = len(hit.pages)
         last = min(len(chain.ids(self.host.layout.form)), first + self._io_room())
@@ -424,10 +417,7 @@ class PageLease:
         return [page.slot for page in (*self._on_device.pages, *self.load.pages, *self._rest.pages)]
 
     def wait(self, layer: int | None = None) -> None:
-        """Make the engine's stream wait for coming pages, or their layers up to `layer`; the host does not wait.
-
-        A pool in host memory has nothing to wait for.
-        """
+        """Make the engine's stream, not the host, wait for coming pages, or their layers up to `layer`."""
         if self._copy is not None:
             self._copy.hold(layer)
 
@@ -523,10 +513,7 @@ class Agreement:
             at += len(chain.own)
 
     def open(self) -> list[PageLease | None]:
-        """A lease of each prompt, of the same length on all ranks, or None for prompts that do not fit on every rank.
-
-        Raises LocalError(CONTENT_MISMATCH), on every rank, if ranks were given different prompts.
-        """
+        """Leases of equal length on all ranks, None if one has no room; raises CONTENT_MISMATCH for other prompts."""
         try:
             if (self.vector[_DIGEST] != self._digest).any():
                 advice = "let every rank ask for the same prompts and room, in the same order"
@@ -552,7 +539,6 @@ class Agreement:
             self.close()
 
     def close(self) -> None:
-        """Unpin the pages that were found."""
         for hits in self._hits:
             for hit in hits:
                 hit.close()

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
-from kvproto.errors import LocalError, PlanError
+from kvproto.errors import PlanError, bad
 from kvproto.planning.deals import deal, owned_before
 from kvproto.planning.geometry import Geometry, encode_geometry
 from kvproto.planning.kinds import KINDS
@@ -57,17 +57,13 @@ class PageLayout:
         for component in self.components:
             if component.group == group:
                 return component
-        wants = f"one of {[c.group for c in self.components]}"
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "group", wants, str(group))
+        raise bad("group", f"one of {[c.group for c in self.components]}", group)
 
 
 def page_layout(
     geometry: Geometry, rank: int, page: int, ahead: Collection[int] = (), windows: Mapping[int, int] | None = None
 ) -> PageLayout:
-    """The layout of a rank's pages of `page` tokens; `ahead` lists groups that look ahead, `windows` tokens by group.
-
-    Raises PlanError for a page that cuts rows or turns, or a group whose bytes have no order (KVP-TIER-WHOLE).
-    """
+    """The layout of pages of `page` tokens; raises PlanError for a page that cuts rows or turns (KVP-TIER-WHOLE)."""
     (own,) = (r for r in geometry.ranks if r.rank == rank)
     shares = {share.group: share for share in own.owns}
     components = tuple(
@@ -122,10 +118,7 @@ def single_rank(geometry: Geometry, rank: int, groups: Collection[int]) -> Geome
 
 
 def usable_lengths(component: PageComponent, page: int, has: Sequence[bool | int]) -> int:
-    """The lengths for which all pages that a WINDOW or STATE component needs are there, as a bitmap.
-
-    Bit n is set if a request can continue after n pages; bit 0 is always set. `has` states which pages have it.
-    """
+    """The lengths, as bits, after which a request can continue, as a WINDOW or STATE component `has` its pages."""
     bits, run = 1, 0
     for n in range(1, len(has) + 1):
         run = run + 1 if has[n - 1] else 0

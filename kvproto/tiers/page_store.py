@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
 
-from kvproto.errors import LocalError
+from kvproto.errors import bad
 from kvproto.tiers.fsck import delete_page
 from kvproto.tiers.manifest import (
     Data,
@@ -26,7 +26,6 @@ from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout
 from kvproto.tiers.store import BatchStore, Store, get_manifest
 from kvproto.wire import encode_struct
-from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Component, Manifest
 
 SPARE = 256 << 20
@@ -62,7 +61,7 @@ class PageStore:
     def __init__(self, store: Store, layout: PageLayout, low: int = 0, high: int = 0, *, scan: bool = True) -> None:
         """Above `high` bytes, pages are evicted down to `low`; 0: never. With `scan`, list the pages that are there."""
         if not 0 <= low <= high:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "low", f"within [0, {high}]", str(low))
+            raise bad("low", f"within [0, {high}]", low)
         self.store, self.layout, self.low, self.high = store, layout, low, high
         self.counts: Counter[str] = Counter()
         """Pages that were `written`, `read`, `missed`, `damaged` and `evicted`, and calls that `failed`."""
@@ -84,17 +83,11 @@ class PageStore:
         self._evict()
 
     def write(self, chain: Chain, i: int, data: Mapping[int, Data]) -> bool:
-        """Write page i, bytes by group; returns whether it is kept. Raises LocalError for wrong sizes.
-
-        A page that is there already is written again, so that a damaged page becomes whole (KVP-TIER-REWRITE).
-        """
+        """Write page i, also over a damaged one (KVP-TIER-REWRITE); whether it is kept. Raises LocalError for sizes."""
         return self._write([(chain, i, data)])
 
     def write_all(self, pages: Sequence[StoredPage]) -> list[bool]:
-        """Write several pages, for little more than the price of one if the back end can; returns which are kept.
-
-        If writing them together fails, each is tried by itself, so that no page is lost to a fault of another.
-        """
+        """Write several pages at once, or each by itself if that fails; returns which are kept."""
         if len(pages) > 1 and isinstance(self.store, BatchStore) and self._write(pages):
             return [True] * len(pages)
         return [self._write([page]) for page in pages]
@@ -224,5 +217,4 @@ class PageStore:
 
 
 def _size(manifest: Manifest) -> int:
-    """The bytes of a page's objects."""
     return sum(component.length for component in manifest.components)

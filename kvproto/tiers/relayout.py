@@ -35,7 +35,6 @@ Pages = list[dict[int, bytes]]
 
 
 def geometry_key(geometry: bytes, page: int) -> str:
-    """The key of a writer's Description in a store."""
     return f"g/{geometry.hex()}.{page}"
 
 

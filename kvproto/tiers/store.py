@@ -1,15 +1,11 @@
-"""Storage back ends: what each has to do, and which one a name means.
-
-A back end keeps bytes under keys and knows nothing of pages. It promises little: bytes that `put` has written may be
-torn or gone when they are read, because every reader checks them. Failures are OSError.
-"""
+"""Storage back ends: bytes under keys, which may be torn or gone when they are read; failures are OSError."""
 
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, bad
 from kvproto.tiers.manifest import Data
 from kvproto.wire.enums import ErrorCode
 
@@ -68,17 +64,12 @@ class IntoStore(Store, Protocol):
 
 
 def open_store(place: Path | str | Store, durable: bool = False) -> Store:
-    """The store at a place: a folder, `packs:FOLDER`, or the URL of an object store.
-
-    With `durable`, writes to files and packs survive a loss of power once they have returned; object stores always
-    promise that. Raises LocalError if a library is not installed, and OSError.
-    """
+    """The store at a place, `durable` against a loss of power; raises LocalError without its library, and OSError."""
     if not isinstance(place, Path | str):
         return place
     scheme, colon, folder = ("", "", "") if isinstance(place, Path) else place.partition(":")
     if colon and scheme in ("lmdb", "nixl"):  # which it once was, so nobody means a folder of that name
-        wants = "a folder, packs:FOLDER or the URL of an object store"
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "storage", wants, str(place))
+        raise bad("storage", "a folder, packs:FOLDER or the URL of an object store", place)
     store: Store
     if colon and scheme in ("s3", "gs", "az"):
         try:

@@ -1,8 +1,4 @@
-"""Threads that wait for storage, so that nothing else has to.
-
-A call that hangs delays neither a request nor the end of the process: calls that wait behind it are dropped, no more
-are accepted while it hangs, and the threads are daemons.
-"""
+"""Threads that wait for storage; a call that hangs delays neither requests nor the end of the process."""
 
 import time
 import weakref

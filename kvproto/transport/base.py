@@ -1,8 +1,4 @@
-"""The one interface of a transport: it exposes memory, maps peers' memory, and runs copy programs between the two.
-
-Transports differ in data (`Capabilities`), so that no other layer asks which transport it has. A transport is
-found by an entry point of the group `kvproto.transports`, which names its `Provider` (`kvproto.transport.loading`).
-"""
+"""The one interface of a transport: it exposes memory, maps peers', and copies; `Capabilities` say how it differs."""
 
 import importlib.util
 from abc import ABC, abstractmethod
@@ -26,7 +22,6 @@ class Memory(Protocol):
 
     id: int
     length: int
-    """Bytes."""
 
     @property
     def kind(self) -> MemoryKind:
@@ -143,11 +138,7 @@ class Paging(Protocol):
 
 
 class Pager(Protocol):
-    """Runs copy programs between one pool and memory that it allocates.
-
-    A copy begins when all earlier work on the engine's stream is done. Methods raise LocalError, and then leave no
-    write under way.
-    """
+    """Runs copy programs between one pool and memory that it allocates, each after earlier work of the engine."""
 
     def allocate(self, length: int) -> Memory:
         """`length` zeroed bytes of the host, which its copies reach fast; raises LocalError(TRANSPORT_FAILED)."""
@@ -258,10 +249,7 @@ class Connection:
 
 
 class Transport(Protocol):
-    """Runs copy programs between memory of this process and mapped memory of peers; for use by one thread.
-
-    By default a transport has nothing to prepare, announce or release.
-    """
+    """Runs copy programs between own memory and mapped memory of peers, on one thread; the defaults do nothing."""
 
     capabilities: Capabilities
 
@@ -269,18 +257,13 @@ class Transport(Protocol):
         """Let one peer reach these regions; further regions get ids from `next_id` on.
 
         `program` is any program of the rank pair, to prepare what its requests share; `runs` estimates the runs of a
-        typical request.
-        Raises NO_TRANSPORT for memory that this transport cannot share.
+        typical request. Raises NO_TRANSPORT for memory that this transport cannot share.
         """
 
     def connect(
         self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
     ) -> Connection:
-        """Reach the peer's regions whose ids are in `used`, to write them, or else to read them.
-
-        `features` are those of the session. Raises NO_TRANSPORT or TRANSPORT_FAILED at `regions[i]`, and then leaves
-        nothing mapped.
-        """
+        """Reach the regions `used`, to write or read them; raises NO_TRANSPORT or TRANSPORT_FAILED, mapping none."""
 
     def prepare(self, move: Move) -> None:
         """Warm up tables and kernels of a rank pair, so that its first hand-over does not wait for them."""
@@ -290,10 +273,7 @@ class Transport(Protocol):
         """Start all moves, or none; several only if the transport `batches`. Raises BUSY while too many run."""
 
     def begin_checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> Callable[[], dict[int, int]]:
-        """Start taking checksums if a device can do so alone; the result waits for them, or takes them now.
-
-        They are those of `kvproto.copying.execute.checksums`, over memory of this process, when all copies are over.
-        """
+        """Start checksums of own memory (`copying.execute`), whose copies are over; the result waits or takes them."""
 
     def forget(self, memory: Regions) -> None:
         """Drop all state of these regions, which are no longer exposed and which no copy uses."""
@@ -347,10 +327,7 @@ def _installed(name: str) -> bool:
 
 
 class Provider(ABC):
-    """A transport that may not be installed: the object that an entry point of `kvproto.transports` names.
-
-    Importing it needs none of the transport's libraries.
-    """
+    """A transport's entry point in `kvproto.transports`, whose import needs none of the transport's libraries."""
 
     name: str
     requires: tuple[str, ...] = ()
@@ -363,17 +340,11 @@ class Provider(ABC):
         return next((name for name in self.requires if not _installed(name)), None)
 
     def allocate(self, length: int, device: int | None, id: int) -> Memory | None:
-        """Zeroed memory of a GPU, or of the host if `device` is None; raises LocalError(TRANSPORT_FAILED).
-
-        Returns None if this transport does not allocate memory of that kind.
-        """
+        """Zeroed memory of a GPU, or of the host (None); returns None for other kinds; raises TRANSPORT_FAILED."""
         return None
 
     def allocation_of(self, device: tuple[int, int], address: int, length: int) -> Allocation | None:
-        """The allocation of this process that holds these bytes, or None if this transport cannot share it.
-
-        `device` is a type and number, as DLPack states them.
-        """
+        """The allocation that holds these bytes of a DLPack device (type, number); None if it cannot be shared."""
         return None
 
     def device_of(self, memory: Regions) -> int | None:
@@ -391,16 +362,10 @@ class Provider(ABC):
 
     @abstractmethod
     def open(self, memory: Regions, measured: Sequence[Measured] = ()) -> Transport:
-        """A transport for a pool of these regions; raises NO_TRANSPORT if it does not suit them.
-
-        `measured` is what `kvproto probe` found on this machine, for choices that depend on it.
-        """
+        """A transport for a pool of these regions, given what `kvproto probe` measured; raises NO_TRANSPORT."""
 
     def pager(self, memory: Regions, stream: int) -> Pager | None:
-        """A pager between a pool of these regions and memory of the host, or None if this transport has none.
-
-        `stream` is the handle of the stream on which the engine computes, 0 for the default one.
-        """
+        """A pager between a pool and the host after the engine's `stream` (0: default); None if there is none."""
         return None
 
     # measuring

@@ -1,8 +1,4 @@
-"""Measuring transports: results, paths that can be timed, and programs of runs of one length.
-
-A transport says how to measure it (`Provider.bench`), and `kvproto.calibration` measures. A path is expected to take
-start + bytes / link + runs * run seconds.
-"""
+"""Results, paths and programs for measuring: a copy takes start + bytes / link + runs * run seconds."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -149,7 +145,6 @@ class BenchPath:
         return min(self.pool // run, self.most)
 
     def runner(self, run: int, runs: int) -> RunOnce:
-        """Prepare a program of `runs` runs of `run` bytes."""
         return self.prepare(program(run, runs, self.pool))
 
 
@@ -172,10 +167,7 @@ def program(run: int, runs: int, pool: int) -> CopyProgram:
 def scattered(
     width: int, number: int, layers: int = 1, pool: int | None = None, seed: int = 0, run: int = 1
 ) -> CopyProgram:
-    """For each layer `number` runs of `run` rows of `width` bytes between random places of pools of `pool` rows.
-
-    A pool holds layer after layer without gaps in region 0.
-    """
+    """For each layer, one after the other, `number` runs of `run` rows of `width` bytes at random places of pools."""
     dice = np.random.default_rng(seed)
     places = (pool or number * run) // run
     source, sink = (_distinct(dice, places, number) * run for _ in range(2))

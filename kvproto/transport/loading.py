@@ -74,10 +74,7 @@ _INSTALL = "install kvproto itself (pip install -e . in a checkout): its metadat
 
 
 def default(memory: Regions) -> Transport:
-    """The transport that suits the memory of a pool best, for callers that have not chosen one.
-
-    Raises LocalError(NO_TRANSPORT) if none suits all regions.
-    """
+    """The transport that suits the memory of a pool best; raises LocalError(NO_TRANSPORT) if none suits all."""
     best = next(_suited(memory), None)
     if best is None:
         advice = "allocate it with kvproto.transport.memory, or install a transport for it"
@@ -87,10 +84,7 @@ def default(memory: Regions) -> Transport:
 
 
 def pager(memory: Regions, stream: int = 0) -> Pager:
-    """A pager between a pool and memory of the host, from the transport that suits the pool best.
-
-    `stream` is the handle of the stream on which the engine computes. Raises LocalError(NO_TRANSPORT) if there is none.
-    """
+    """The best pager between a pool and the host after the engine's `stream`; raises LocalError(NO_TRANSPORT)."""
     devices = {region.device for region in memory.values()}
     for provider in _suited(memory) if len(devices) == 1 else ():
         if (pager := provider.pager(memory, stream)) is not None:

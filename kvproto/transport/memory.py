@@ -1,8 +1,4 @@
-"""Pools that transports can share: allocate them here, or adopt an engine's own.
-
-A pool of a GPU is one cuMemAlloc, so that other transfer libraries can register it as it is. `__dlpack__` hands the
-bytes to a framework without a copy: `torch.from_dlpack(memory)`, `jax.dlpack.from_dlpack(memory)`.
-"""
+"""Pools that transports can share, allocated or adopted; `__dlpack__` hands them to frameworks without a copy."""
 
 from collections.abc import Mapping
 from typing import Protocol, TypeVar

@@ -1,8 +1,4 @@
-"""Processes of one host: names that are never reused, and proof that one has ended.
-
-The pidfd is opened before the start times are compared, so that a reused PID is never mistaken for the process. A
-readable pidfd proves that all threads have ended and that the files of the process, a GPU's included, are closed.
-"""
+"""Processes of one host; a pidfd, opened before start times are compared, proves that one has ended."""
 
 import os
 import select
@@ -81,10 +77,7 @@ class Watch:
 
     @classmethod
     def of_pid(cls, pid: int) -> "Watch | None":
-        """A watch of the process that has this PID here now; None if there is none, or if it cannot be watched.
-
-        For callers that then see something of the process which no other has: what they saw names the process watched.
-        """
+        """A watch of the process that has this PID here now; None if there is none, or none that can be watched."""
         try:
             return cls(os.pidfd_open(pid))
         except (OSError, OverflowError):

@@ -2,30 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Decoder",
-    "decode",
-    "decode_struct",
-    "encode",
-    "encode_struct",
-    "explain",
-    "from_json",
-    "to_json",
-]
+__all__ = ["Decoder", "decode", "decode_struct", "encode", "encode_struct", "explain", "from_json", "to_json"]
 
 if TYPE_CHECKING:
-    from kvproto.wire.codec import decode, decode_struct, encode, encode_struct
+    from kvproto.wire.codec import Decoder, decode, decode_struct, encode, encode_struct
     from kvproto.wire.dump import explain
     from kvproto.wire.json_form import from_json, to_json
-    from kvproto.wire.stream import Decoder
 
-_HOMES = {
-    "Decoder": "stream",
-    "explain": "dump",
-    "from_json": "json_form",
-    "to_json": "json_form",
-    **dict.fromkeys(("decode", "decode_struct", "encode", "encode_struct"), "codec"),
-}
+_HOMES = dict.fromkeys(__all__, "codec") | {"explain": "dump", "from_json": "json_form", "to_json": "json_form"}
 
 
 def __getattr__(name: str) -> Any:

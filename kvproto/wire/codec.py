@@ -15,7 +15,10 @@ check the rules of a map (`rules`) when its fields are complete. `decode` raises
 """
 
 import struct
+from collections.abc import Iterator
 from typing import Any, TypeVar
+
+import attrs
 
 from kvproto.errors import LocalError, WireError
 from kvproto.wire import messages, tables
@@ -130,3 +133,106 @@ def _bytes_of(buffer: Buffer) -> bytes | memoryview:
     if not view.c_contiguous or view.nbytes <= LARGEST:
         return view.tobytes()
     return view.cast("B").toreadonly()
+
+
+_IDS = ("session", "request", "sequence")
+
+
+@attrs.frozen
+class Head:
+    """Type and ids of a message; None where it lacks one or a reader cannot find it."""
+
+    cls: type[Any] | None = None
+    session: int | None = None
+    request: int | None = None
+    sequence: int | None = None
+
+    @classmethod
+    def of(cls, message: Any) -> "Head":
+        """The head of a message that was decoded."""
+        return cls(type(message), *(getattr(message, name, None) for name in _IDS))
+
+    @property
+    def delivery(self) -> str:
+        """Delivery class of the type; "request" if the type is not known."""
+        return tables.DELIVERY[self.cls.__name__] if self.cls is not None else "request"
+
+
+def read_head(frame: Buffer) -> Head:
+    """Read as much of the head as a malformed frame has; never raises."""
+    ids: dict[str, int] = {}
+    cls = None
+    trace: list[tuple[int, str, Any]] = []
+    try:
+        cls = message_class(frame)
+        read_whole(cls.__name__, memoryview(frame)[tables.HEADER_BYTES :], trace)
+    except WireError:
+        pass
+    name = None
+    for _, kind, note in trace:
+        if kind == "id":
+            if note not in (*_IDS, "resume"):
+                break
+            name = note
+        elif kind == "value" and name in _IDS:
+            ids[name] = note
+    return Head(cls, **ids)
+
+
+class Decoder:
+    """Cuts a stream into frames, or errors of those refused; a wrong magic ends it with BAD_MAGIC (KVP-STREAM-*)."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+        self._skip = 0
+        self._broken: WireError | None = None
+
+    def feed(self, data: Buffer) -> Iterator[messages.Message | WireError]:
+        """The messages and errors that these bytes complete, in order; `data` is consumed at once."""
+        if self._broken is not None:
+            raise self._broken
+        view = memoryview(data).cast("B")
+        skipped = min(self._skip, len(view))
+        self._skip -= skipped
+        self._held += view[skipped:]
+        return iter(self._cut())
+
+    def _cut(self) -> list[messages.Message | WireError]:
+        items: list[messages.Message | WireError] = []
+        at = 0
+        held = self._held
+        while self._broken is None:
+            start = bytes(held[at : at + 4])
+            if not tables.MAGIC.startswith(start):
+                self._broken = refuse(ErrorCode.BAD_MAGIC, "@magic", tables.MAGIC.hex(), start.hex())
+                items.append(self._broken)
+                break
+            if len(held) - at < tables.HEADER_BYTES:
+                break
+            length = int.from_bytes(held[at + 12 : at + 16], "little")
+            end = at + tables.HEADER_BYTES + length
+            if length > tables.MAX_BODY:
+                items.append(_decoded(bytes(held[at : at + tables.HEADER_BYTES])))
+                self._skip = max(0, end - len(held))
+                at = min(end, len(held))
+                continue
+            if len(held) < end:
+                break
+            items.append(_decoded(bytes(held[at:end])))
+            at = end
+        del held[:at]
+        return items
+
+    def close(self) -> None:
+        """End the stream; raises TRUNCATED inside a frame."""
+        if self._broken is not None:
+            raise self._broken
+        if self._held or self._skip:
+            raise refuse(ErrorCode.TRUNCATED, "@length", "a whole frame", f"{len(self._held)} bytes")
+
+
+def _decoded(frame: bytes) -> messages.Message | WireError:
+    try:
+        return decode(frame)
+    except WireError as error:
+        return error

@@ -20,11 +20,7 @@ _ELEMENTS = 8
 
 
 def explain(buffer: Buffer, struct: str | None = None, secrets: bool = False) -> str:
-    """The bytes of one frame, or of a struct of that name without an envelope, with their meaning and a verdict.
-
-    A line has an offset (decimal), bytes (hex) and their meaning, indented by depth. Secret values are named, but they
-    and their bytes are shown only if `secrets` is true.
-    """
+    """A frame, or a bare struct, line by line: offset, bytes and meaning, then a verdict; secrets if `secrets`."""
     data = memoryview(buffer).tobytes()
     lines = list(_envelope(data)) if struct is None else []
     trace: list[tuple[int, str, Any]] = []

@@ -11,13 +11,11 @@ class Role(IntEnum):
     SOURCE = 1
     SINK = 2
 
-
 class FactRule(IntEnum):
     """Rule by which an identity fact is compared."""
     EQUAL = 1
     WARN = 2
     IGNORE = 3
-
 
 class ItemKind(IntEnum):
     """Content of an item of a cache group."""
@@ -25,7 +23,6 @@ class ItemKind(IntEnum):
     SLOT = 2
     RING = 3
     HANDOFF = 4
-
 
 class DType(IntEnum):
     """Element type of the bytes of a lane."""
@@ -42,18 +39,15 @@ class DType(IntEnum):
     F4E2M1 = 11
     F8E8M0 = 12
 
-
 class Access(IntEnum):
     """Access of the peer to registered memory."""
     WRITE = 1
     READ = 2
 
-
 class MemoryKind(IntEnum):
     """Kind of memory of a region."""
     HOST = 1
     CUDA = 2
-
 
 class Transport(IntEnum):
     """Way in which the bytes move."""
@@ -62,37 +56,31 @@ class Transport(IntEnum):
     CUDA = 3
     NIXL = 4
 
-
 class RequestState(IntEnum):
     """Progress of the source with a request."""
     PENDING = 1
     RUNNING = 2
     READY = 3
 
-
 class Outcome(IntEnum):
     """Outcome of prefill: whether the sink has anything to decode."""
     CONTINUE = 1
     FINISHED = 2
-
 
 class Proof(IntEnum):
     """Proof about writes: none can arrive any more, or nothing is known."""
     PROVEN = 1
     UNPROVABLE = 2
 
-
 class CreditKind(IntEnum):
     """Unit of credit."""
     STAGING = 1
     INLINE = 2
 
-
 class KeyForm(IntEnum):
     """Tokens that the id of a cached page covers."""
     OWN = 1
     AHEAD = 2
-
 
 class LengthRule(IntEnum):
     """Pages of a component that must exist for a prefix to be used."""
@@ -100,12 +88,10 @@ class LengthRule(IntEnum):
     WINDOW = 2
     STATE = 3
 
-
 class Tier(IntEnum):
     """Memory in which a cached page lies."""
     DEVICE = 1
     HOST = 2
-
 
 class Feature(IntEnum):
     """Optional behaviour, offered in Hello and chosen in Welcome."""

@@ -19,10 +19,7 @@ _HEX = re.compile(r"(?:[0-9a-f]{2})*")
 
 
 def to_json(value: Any, redact: bool = False) -> dict[str, Any]:
-    """A message or struct as plain JSON data; `redact` replaces secret fields by "(secret)".
-
-    Raises LocalError(BAD_TYPE) for anything else.
-    """
+    """A message or struct as JSON data, secret fields as "(secret)" if `redact`; raises LocalError(BAD_TYPE)."""
     cls = type(value).__name__
     if cls not in tables.FIELDS:
         raise LocalError(ErrorCode.BAD_TYPE, "", "a message or struct", cls)

@@ -17,13 +17,11 @@ from kvproto.wire.row import row
 UIntArray = npt.NDArray[np.unsignedinteger[Any]]
 _same = cmp_using(eq=np.array_equal)
 
-
 @frozen(kw_only=True)
 class Version:
     """One version."""
     major: int = field(metadata=row(1, "u8"))
     minor: int = field(metadata=row(2, "u8"))
-
 
 @frozen(kw_only=True)
 class VersionRange:
@@ -32,20 +30,17 @@ class VersionRange:
     min_minor: int = field(metadata=row(2, "u8"))
     max_minor: int = field(metadata=row(3, "u8"))
 
-
 @frozen(kw_only=True)
 class Limits:
     """Limits of a reader."""
     max_body: int = field(metadata=row(1, "u32", unit="byte"))
     max_transfers: int = field(metadata=row(2, "u32", min=1))
 
-
 @frozen(kw_only=True)
 class Endpoint:
     """Address at which a rank listens."""
     rank: int = field(metadata=row(1, "u32"))
     address: str = field(repr=False, metadata=row(2, "str"))
-
 
 @frozen(kw_only=True)
 class Geometry:
@@ -56,14 +51,12 @@ class Geometry:
     ranks: tuple[Rank, ...] = field(metadata=row(4, "list<struct:Rank>", min=1))
     without: tuple[str, ...] | None = field(default=None, metadata=row(5, "list<str>", min=1, max=512))
 
-
 @frozen(kw_only=True)
 class Fact:
     """One named identity fact."""
     name: str = field(metadata=row(1, "str", min=1, max=128))
     value: str = field(metadata=row(2, "str"))
     rule: enums.FactRule = field(metadata=row(3, "enum:FactRule"))
-
 
 @frozen(kw_only=True)
 class Group:
@@ -83,7 +76,6 @@ class Group:
     order: UIntArray | None = field(default=None, eq=_same, hash=False, metadata=row(13, "array<u32>", min=1, max=4096))
     axis: str | None = field(default=None, metadata=row(14, "str", min=1, max=64))
 
-
 @frozen(kw_only=True)
 class Part:
     """One array of a layer: K, V, latent, conv, ssm, scale, index ..."""
@@ -95,13 +87,11 @@ class Part:
     at: int | None = field(default=None, metadata=row(6, "u32", unit="byte"))
     whole: int | None = field(default=None, metadata=row(7, "u32", min=1, unit="byte"))
 
-
 @frozen(kw_only=True)
 class Rank:
     """Shares of groups that one rank owns."""
     rank: int = field(metadata=row(1, "u32"))
     owns: tuple[Owns, ...] = field(metadata=row(2, "list<struct:Owns>"))
-
 
 @frozen(kw_only=True)
 class Owns:
@@ -111,14 +101,12 @@ class Owns:
     cp_rank: int = field(metadata=row(3, "u32"))
     lanes: tuple[LaneSpan, ...] = field(metadata=row(4, "list<struct:LaneSpan>", min=1))
 
-
 @frozen(kw_only=True)
 class LaneSpan:
     """Interval of lanes of one part."""
     part: int = field(metadata=row(1, "u32"))
     lo: int = field(metadata=row(2, "u32", unit="lane"))
     hi: int = field(metadata=row(3, "u32", min=1, unit="lane"))
-
 
 @frozen(kw_only=True)
 class Region:
@@ -132,13 +120,11 @@ class Region:
     handles: tuple[Handle, ...] = field(metadata=row(7, "list<struct:Handle>", min=1))
     namespace: int | None = field(default=None, metadata=row(8, "u64"))
 
-
 @frozen(kw_only=True)
 class Handle:
     """One way to reach a region."""
     transport: int = field(metadata=row(1, "enum:Transport"))
     data: bytes = field(repr=False, metadata=row(2, "bytes", unit="byte"))
-
 
 @frozen(kw_only=True)
 class Process:
@@ -147,7 +133,6 @@ class Process:
     namespace: int = field(metadata=row(2, "u64"))
     pid: int = field(metadata=row(3, "u32", min=1))
     start: int = field(metadata=row(4, "u64"))
-
 
 @frozen(kw_only=True)
 class Columns:
@@ -160,13 +145,11 @@ class Columns:
     row_stride: UIntArray = field(eq=_same, hash=False, metadata=row(6, "array<u64>", unit="byte"))
     lane_stride: UIntArray = field(eq=_same, hash=False, metadata=row(7, "array<u64>", unit="byte"))
 
-
 @frozen(kw_only=True)
 class RouteRef:
     """A route of a rank pair."""
     group: int = field(metadata=row(1, "u32"))
     digest: bytes = field(metadata=row(2, "bytes", length=32, unit="byte"))
-
 
 @frozen(kw_only=True)
 class Grants:
@@ -179,13 +162,11 @@ class Grants:
     state_after: int | None = field(default=None, metadata=row(6, "u64", unit="token"))
     late: bool | None = field(default=None, metadata=row(7, "bool"))
 
-
 @frozen(kw_only=True)
 class Begin:
     """First token of a window that was requested as `late`."""
     group: int = field(metadata=row(1, "u32"))
     first: int = field(metadata=row(2, "u64", unit="token"))
-
 
 @frozen(kw_only=True)
 class HandOff:
@@ -193,14 +174,12 @@ class HandOff:
     group: int = field(metadata=row(1, "u32"))
     data: bytes = field(metadata=row(2, "bytes", unit="byte"))
 
-
 @frozen(kw_only=True)
 class Checksum:
     """Checksum of one group by global coordinate."""
     group: int = field(metadata=row(1, "u32"))
     value: int = field(metadata=row(2, "u64"))
     pages: UIntArray | None = field(default=None, eq=_same, hash=False, metadata=row(3, "array<u64>"))
-
 
 @frozen(kw_only=True)
 class Ticket:
@@ -210,7 +189,6 @@ class Ticket:
     replica: int = field(metadata=row(3, "u32"))
     deadline: int = field(metadata=row(4, "u64", min=1, unit="ms"))
 
-
 @frozen(kw_only=True)
 class Content:
     """Inputs that a content digest covers."""
@@ -219,13 +197,11 @@ class Content:
     salts: tuple[bytes, ...] = field(metadata=row(3, "list<bytes>"))
     axes: tuple[Axis, ...] | None = field(default=None, metadata=row(4, "list<struct:Axis>"))
 
-
 @frozen(kw_only=True)
 class Axis:
     """Length of one axis of a request."""
     name: str = field(metadata=row(1, "str", min=1, max=64))
     length: int = field(metadata=row(2, "u64", unit="token"))
-
 
 @frozen(kw_only=True)
 class Manifest:
@@ -239,7 +215,6 @@ class Manifest:
     geometry: bytes = field(metadata=row(7, "bytes", length=32))
     components: tuple[Component, ...] = field(metadata=row(8, "list<struct:Component>", min=1, max=512))
 
-
 @frozen(kw_only=True)
 class Component:
     """The bytes of one group of a cached page."""
@@ -250,37 +225,31 @@ class Component:
     length: int = field(metadata=row(5, "u64", min=1, unit="byte"))
     digest: bytes = field(metadata=row(6, "bytes", length=32))
 
-
 @frozen(kw_only=True)
 class KeptPage:
     """Cached page of a rank, and the tier in which it lies (draft)."""
     id: bytes = field(metadata=row(1, "bytes", length=32))
     tier: int | None = field(default=None, metadata=row(2, "enum:Tier"))
 
-
 @frozen(kw_only=True)
 class _OfSession:
     """A message of a session."""
     session: int = field(metadata=row(1, "u64"))
-
 
 @frozen(kw_only=True)
 class _Asked(_OfSession):
     """A request of a session, or the reply to one."""
     request: int = field(metadata=row(2, "u64"))
 
-
 @frozen(kw_only=True)
 class _OfTransfer(_OfSession):
     """A notice of a transfer."""
     sequence: int = field(metadata=row(3, "u64", min=1))
 
-
 @frozen(kw_only=True)
 class _AskedOfTransfer(_Asked):
     """A request of a transfer, or its reply."""
     sequence: int = field(metadata=row(3, "u64", min=1))
-
 
 @frozen(kw_only=True)
 class Hello:
@@ -298,7 +267,6 @@ class Hello:
     needed: tuple[int, ...] = field(metadata=row(10, "list<enum:Feature>"))
     limits: Limits = field(metadata=row(11, "struct:Limits"))
 
-
 @frozen(kw_only=True)
 class Welcome(_Asked):
     """Mint a session, and state the chosen version and features and where all ranks listen."""
@@ -312,7 +280,6 @@ class Welcome(_Asked):
     limits: Limits = field(metadata=row(9, "struct:Limits"))
     endpoints: tuple[Endpoint, ...] = field(metadata=row(10, "list<struct:Endpoint>", min=1))
 
-
 @frozen(kw_only=True)
 class Refused:
     """Refuse Hello, Describe, Register or Unregister."""
@@ -324,7 +291,6 @@ class Refused:
     mine: str = field(metadata=row(5, "str"))
     yours: str = field(metadata=row(6, "str"))
     advice: str | None = field(default=None, metadata=row(7, "str"))
-
 
 @frozen(kw_only=True)
 class Error:
@@ -339,25 +305,21 @@ class Error:
     advice: str | None = field(default=None, metadata=row(7, "str"))
     about: int | None = field(default=None, metadata=row(8, "u16"))
 
-
 @frozen(kw_only=True)
 class Goodbye(_OfSession):
     """Close the session in an orderly way."""
     TYPE: ClassVar[int] = 0x0005
     reason: str = field(metadata=row(3, "str"))
 
-
 @frozen(kw_only=True)
 class Ping(_Asked):
     """Ask whether the peer is alive."""
     TYPE: ClassVar[int] = 0x0006
 
-
 @frozen(kw_only=True)
 class Pong(_Asked):
     """The peer is alive."""
     TYPE: ClassVar[int] = 0x0007
-
 
 @frozen(kw_only=True)
 class Describe(_Asked):
@@ -368,7 +330,6 @@ class Describe(_Asked):
     digest: bytes = field(metadata=row(5, "bytes", length=32, unit="byte"))
     endpoints: tuple[Endpoint, ...] | None = field(default=None, metadata=row(6, "list<struct:Endpoint>", min=1))
 
-
 @frozen(kw_only=True)
 class Description(_Asked):
     """State the writer's geometry."""
@@ -376,7 +337,6 @@ class Description(_Asked):
     version: int = field(metadata=row(3, "u32", min=1))
     geometry: bytes = field(metadata=row(4, "bytes", unit="byte"))
     digest: bytes = field(metadata=row(5, "bytes", length=32, unit="byte"))
-
 
 @frozen(kw_only=True)
 class Register(_Asked):
@@ -391,7 +351,6 @@ class Register(_Asked):
     routes: tuple[RouteRef, ...] = field(metadata=row(9, "list<struct:RouteRef>"))
     plan: bytes = field(metadata=row(10, "bytes", length=32, unit="byte"))
 
-
 @frozen(kw_only=True)
 class Registered(_Asked):
     """Confirm that the memory is mapped, and state the routes that the receiver computed."""
@@ -402,7 +361,6 @@ class Registered(_Asked):
     plan: bytes = field(metadata=row(6, "bytes", length=32, unit="byte"))
     process: Process | None = field(default=None, metadata=row(7, "struct:Process"))
 
-
 @frozen(kw_only=True)
 class Unregister(_Asked):
     """Ask the holder to unmap the memory of an epoch."""
@@ -410,14 +368,12 @@ class Unregister(_Asked):
     epoch: int = field(metadata=row(3, "u32", min=1))
     at_once: bool | None = field(default=None, metadata=row(4, "bool"))
 
-
 @frozen(kw_only=True)
 class Unregistered(_Asked):
     """The holder has unmapped the memory, or cannot prove it."""
     TYPE: ClassVar[int] = 0x0106
     epoch: int = field(metadata=row(3, "u32", min=1))
     proof: enums.Proof = field(metadata=row(4, "enum:Proof"))
-
 
 @frozen(kw_only=True)
 class Transfer(_AskedOfTransfer):
@@ -431,13 +387,11 @@ class Transfer(_AskedOfTransfer):
     grants: tuple[Grants, ...] = field(metadata=row(9, "list<struct:Grants>", min=1))
     writers: UIntArray = field(eq=_same, hash=False, metadata=row(10, "array<u32>", min=1))
 
-
 @frozen(kw_only=True)
 class Accepted(_AskedOfTransfer):
     """The transfer will be answered by Done or Failed."""
     TYPE: ClassVar[int] = 0x0202
     state: enums.RequestState = field(metadata=row(4, "enum:RequestState"))
-
 
 @frozen(kw_only=True)
 class Grant(_AskedOfTransfer):
@@ -445,14 +399,12 @@ class Grant(_AskedOfTransfer):
     TYPE: ClassVar[int] = 0x0203
     grants: tuple[Grants, ...] = field(metadata=row(4, "list<struct:Grants>", min=1))
 
-
 @frozen(kw_only=True)
 class Progress(_OfTransfer):
     """Progress of the source with an accepted transfer that lacks items."""
     TYPE: ClassVar[int] = 0x0204
     state: enums.RequestState = field(metadata=row(4, "enum:RequestState"))
     tokens: int | None = field(default=None, metadata=row(5, "u64", unit="token"))
-
 
 @frozen(kw_only=True)
 class Done(_AskedOfTransfer):
@@ -466,12 +418,10 @@ class Done(_AskedOfTransfer):
     checksums: tuple[Checksum, ...] | None = field(default=None, metadata=row(9, "list<struct:Checksum>"))
     begins: tuple[Begin, ...] | None = field(default=None, metadata=row(10, "list<struct:Begin>"))
 
-
 @frozen(kw_only=True)
 class DoneAck(_AskedOfTransfer):
     """Done or Failed has arrived."""
     TYPE: ClassVar[int] = 0x0206
-
 
 @frozen(kw_only=True)
 class Failed(_AskedOfTransfer):
@@ -483,20 +433,17 @@ class Failed(_AskedOfTransfer):
     yours: str = field(metadata=row(7, "str"))
     advice: str | None = field(default=None, metadata=row(8, "str"))
 
-
 @frozen(kw_only=True)
 class Abort(_AskedOfTransfer):
     """Stop the transfer."""
     TYPE: ClassVar[int] = 0x0208
     reason: str = field(metadata=row(4, "str"))
 
-
 @frozen(kw_only=True)
 class Drained(_AskedOfTransfer):
     """State what is known of the transfer's writes."""
     TYPE: ClassVar[int] = 0x0209
     proof: enums.Proof = field(metadata=row(4, "enum:Proof"))
-
 
 @frozen(kw_only=True)
 class Chunk(_OfTransfer):
@@ -508,7 +455,6 @@ class Chunk(_OfTransfer):
     last: bool = field(metadata=row(7, "bool"))
     begins: tuple[Begin, ...] | None = field(default=None, metadata=row(8, "list<struct:Begin>"))
 
-
 @frozen(kw_only=True)
 class Credit(_OfSession):
     """Slots that the source may fill, or bytes that it may send, before it must wait."""
@@ -518,7 +464,6 @@ class Credit(_OfSession):
     total: int | None = field(default=None, metadata=row(5, "u64", unit="byte"))
     epoch: int | None = field(default=None, metadata=row(6, "u32", min=1))
 
-
 @frozen(kw_only=True)
 class Data(_OfTransfer):
     """The next bytes of the packed stream, inside the session."""
@@ -527,7 +472,6 @@ class Data(_OfTransfer):
     data: bytes = field(metadata=row(5, "bytes", min=1, max=262144, unit="byte"))
     last: bool = field(metadata=row(6, "bool"))
     begins: tuple[Begin, ...] | None = field(default=None, metadata=row(7, "list<struct:Begin>"))
-
 
 @frozen(kw_only=True)
 class Offer(_AskedOfTransfer):
@@ -542,19 +486,16 @@ class Offer(_AskedOfTransfer):
     checksums: tuple[Checksum, ...] | None = field(default=None, metadata=row(10, "list<struct:Checksum>"))
     begins: tuple[Begin, ...] | None = field(default=None, metadata=row(11, "list<struct:Begin>"))
 
-
 @frozen(kw_only=True)
 class Pulled(_AskedOfTransfer):
     """Every byte of the offer has been read, or no more will be."""
     TYPE: ClassVar[int] = 0x0402
     bytes: int = field(metadata=row(4, "u64", unit="byte"))
 
-
 @frozen(kw_only=True)
 class Released(_OfTransfer):
     """The lease is over and the items may change."""
     TYPE: ClassVar[int] = 0x0403
-
 
 @frozen(kw_only=True)
 class Renew(_AskedOfTransfer):
@@ -562,20 +503,17 @@ class Renew(_AskedOfTransfer):
     TYPE: ClassVar[int] = 0x0404
     lease: int = field(metadata=row(4, "u64", min=1, unit="ms"))
 
-
 @frozen(kw_only=True)
 class Renewed(_AskedOfTransfer):
     """State how long the lease is from now on."""
     TYPE: ClassVar[int] = 0x0405
     lease: int = field(metadata=row(4, "u64", min=1, unit="ms"))
 
-
 @frozen(kw_only=True)
 class Watch(_Asked):
     """Ask which cached pages the source rank has, and ask to be told of changes."""
     TYPE: ClassVar[int] = 0x0501
     after: bytes | None = field(default=None, metadata=row(5, "bytes", length=32))
-
 
 @frozen(kw_only=True)
 class Watched(_Asked):
@@ -587,7 +525,6 @@ class Watched(_Asked):
     form: enums.KeyForm = field(metadata=row(8, "enum:KeyForm"))
     pages: tuple[KeptPage, ...] = field(metadata=row(9, "list<struct:KeptPage>", max=1024))
     more: bool = field(metadata=row(10, "bool"))
-
 
 @frozen(kw_only=True)
 class Kept(_OfSession):

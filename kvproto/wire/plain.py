@@ -25,10 +25,7 @@ def _shown(value: object) -> str:
 
 
 def read_json(text: str | bytes, path: str, finite: bool = True) -> Any:
-    """The value of a JSON text in UTF-8; raises WireError for repeated keys and deep nesting too.
-
-    With `finite`, so do NaN, Infinity and numbers that are too large for a float.
-    """
+    """The value of a JSON text; raises WireError, also for repeated keys, deep nesting, and what is not `finite`."""
     try:
         decoded = text if isinstance(text, str) else text.decode()
         value = json.loads(decoded, object_pairs_hook=lambda pairs: map_of(pairs, path))

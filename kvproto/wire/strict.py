@@ -1,7 +1,4 @@
-"""The strict reader of bodies, which the tables drive: it decides which body is refused, with which code and path.
-
-The canonical reader accepts nothing that this refuses; a body that it does not accept comes here.
-"""
+"""The strict reader, which the tables drive: it alone refuses a body, with a code and a path."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -66,10 +66,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ("only_if", ("axis", "kind", "PAGE"), "BAD_GEOMETRY"),
     ),
     "Rank": (("ascend", ("owns", "group"), "BAD_GEOMETRY"),),
-    "Owns": (
-        ("ascend", ("layers",), "BAD_GEOMETRY"),
-        ("rise", ("lanes", "part"), "BAD_GEOMETRY"),
-    ),
+    "Owns": (("ascend", ("layers",), "BAD_GEOMETRY"), ("rise", ("lanes", "part"), "BAD_GEOMETRY")),
     "LaneSpan": (("lt", ("lo", "hi"), "BAD_GEOMETRY"),),
     "Region": (
         ("sum_le", ("base", "length", 9223372036854775808), "OUT_OF_RANGE"),
@@ -86,10 +83,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ("ascend", ("needed",), "NOT_ASCENDING"),
         ("subset", ("needed", "offered"), "FIELD_CONFLICT"),
     ),
-    "Welcome": (
-        ("ascend", ("features",), "NOT_ASCENDING"),
-        ("ascend", ("endpoints", "rank"), "NOT_ASCENDING"),
-    ),
+    "Welcome": (("ascend", ("features",), "NOT_ASCENDING"), ("ascend", ("endpoints", "rank"), "NOT_ASCENDING")),
     "Describe": (("ascend", ("endpoints", "rank"), "NOT_ASCENDING"),),
     "Register": (
         ("ascend", ("regions", "id"), "NOT_ASCENDING"),
@@ -97,10 +91,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ("ascend", ("routes", "group"), "NOT_ASCENDING"),
     ),
     "Registered": (("ascend", ("routes", "group"), "NOT_ASCENDING"),),
-    "Transfer": (
-        ("ascend", ("grants", "group"), "NOT_ASCENDING"),
-        ("ascend", ("writers",), "NOT_ASCENDING"),
-    ),
+    "Transfer": (("ascend", ("grants", "group"), "NOT_ASCENDING"), ("ascend", ("writers",), "NOT_ASCENDING")),
     "Grant": (("ascend", ("grants", "group"), "NOT_ASCENDING"),),
     "Done": (
         ("ascend", ("groups",), "NOT_ASCENDING"),

@@ -190,10 +190,7 @@ def test_they_say_of_damaged_frames_what_the_suite_says(command: list[str]) -> N
     ("fields", "answer"),
     [
         ({"session": "1", "reason": "\ud800"}, {"error": "BAD_TEXT", "path": "reason"}),
-        (
-            {"session": "1", "reason": "", "x_\udc00": "\udc00"},
-            {"frame": "4b56505700000500000000000500000082010103a0"},
-        ),
+        ({"session": "1", "reason": "", "x_\udc00": "\udc00"}, {"frame": "4b56505700000500000000000500000082010103a0"}),
     ],
     ids=["where text is", "where it is ignored"],
 )

@@ -54,10 +54,7 @@ def dialling(decode: Host, source: Source, key: str, name: str = "decode") -> Si
 def keyed(folder: Path) -> Iterator[tuple[Two, Host, Host]]:
     """A source and a sink that know each other."""
     prefill, decode = host(folder, "prefill"), host(folder, "decode")
-    with (
-        listening(prefill, [entry(decode)]) as source,
-        dialling(decode, source, prefill.public) as sink,
-    ):
+    with listening(prefill, [entry(decode)]) as source, dialling(decode, source, prefill.public) as sink:
         yield Two(source, sink), prefill, decode
 
 

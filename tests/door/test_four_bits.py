@@ -13,10 +13,7 @@ from kvproto.wire.enums import ErrorCode
 from .doors import address_in
 
 HEADS, DIM, PAGE, PAGES = 4, 64, 4, 8
-KINDS = {
-    "NVFP4": (16, DType.F8E4M3, torch.float8_e4m3fn),
-    "MXFP4": (32, DType.F8E8M0, torch.float8_e8m0fnu),
-}
+KINDS = {"NVFP4": (16, DType.F8E4M3, torch.float8_e4m3fn), "MXFP4": (32, DType.F8E8M0, torch.float8_e8m0fnu)}
 
 
 def cache(kind: str) -> Cache:
@@ -60,8 +57,7 @@ def test_four_bits_and_their_scales_arrive_by_heads(kind: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "says"),
-    [(DIM, torch.float4_e2m1fn_x2, "32 bytes"), (DIM // 2, torch.float8_e4m3fn, "F4E2M1")],
+    ("width", "dtype", "says"), [(DIM, torch.float4_e2m1fn_x2, "32 bytes"), (DIM // 2, torch.float8_e4m3fn, "F4E2M1")]
 )
 def test_elements_that_are_not_four_bits_are_refused(width: int, dtype: torch.dtype, says: str) -> None:
     plain = Cache.gqa("kv", 1, kv_heads=HEADS, head_dim=DIM, page=PAGE, dtype=DType.F4E2M1)

@@ -122,8 +122,7 @@ def ours(question: dict[str, Any]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "moves"),
-    [(8, [False, True, False, True, True, False, True, False]), (2, [False, True])],
+    ("tokens", "moves"), [(8, [False, True, False, True, True, False, True, False]), (2, [False, True])]
 )
 def test_each_layer_of_two_ranks_has_a_sum_for_each_page_of_any_of_them(tokens: int, moves: list[bool]) -> None:
     """KVP-VERIFY-PAGES: a layer of which nothing moves on a page has 0 there."""

@@ -539,10 +539,7 @@ def test_tokens_beyond_the_prompt_are_refused_as_soon_as_both_are_known(prompt_f
     """KVP-GRANT-PROMPT: the sink asks for 6 tokens."""
     world, made = Heard(), ticket()
     source = world.sources["s0"]
-    steps = [
-        lambda: source.expect(made, CONTENT, 0.0, tokens),
-        lambda: world.transfer("d0", made, CONTENT, tokens=6),
-    ]
+    steps = [lambda: source.expect(made, CONTENT, 0.0, tokens), lambda: world.transfer("d0", made, CONTENT, tokens=6)]
     for step in steps if prompt_first else reversed(steps):
         step()
         world.run()

@@ -386,10 +386,7 @@ def test_a_credit_for_what_the_source_has_or_for_no_slot_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("made", "kind", "credit"),
-    [
-        (Staged, CreditKind.INLINE, {"total": 9}),
-        (Inline, CreditKind.STAGING, {"slots": np.array([0], np.uint32)}),
-    ],
+    [(Staged, CreditKind.INLINE, {"total": 9}), (Inline, CreditKind.STAGING, {"slots": np.array([0], np.uint32)})],
 )
 def test_credit_of_another_kind_is_refused(made: type[Staged | Inline], kind: CreditKind, credit: Any) -> None:
     """KVP-STG-KIND."""

@@ -264,10 +264,7 @@ def test_marks_the_wrong_way_round_are_refused() -> None:
         PageStore(Memory(), LAYOUT, 2, 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "count"),
-    [("memory", 100), ("files", 50), ("packs", 50), ("objects", 50), ("s3", 2)],
-)
+@pytest.mark.parametrize(("kind", "count"), [("memory", 100), ("files", 50), ("packs", 50), ("objects", 50), ("s3", 2)])
 def test_schedules_of_faults(kind: str, count: int, tmp_path: Path) -> None:
     met = Counter[str]()
     with opened(kind, tmp_path) as store:

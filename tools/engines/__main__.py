@@ -30,8 +30,6 @@ from kvproto_reference import smollm2
 from tools.engines import cases, frames, own
 from tools.specgen.registry import ROOT
 
-__all__ = ["main"]
-
 HERE = Path(__file__).parent
 Row = dict[str, Any]
 Entry = tuple[int, int, int, int, int, int, int, int]

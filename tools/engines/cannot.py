@@ -18,8 +18,6 @@ from typing import Any
 
 from tools.engines.vllm_models import make
 
-__all__ = ["Cases", "run"]
-
 _PATIENCE = 150.0
 """Within how many seconds an engine ends, or answers."""
 _ANSWER = "--answer"

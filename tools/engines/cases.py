@@ -12,8 +12,6 @@ from kvproto.catalog.models import Setup
 from kvproto.planning.layout import Parallel
 from tools.specgen.registry import ROOT
 
-__all__ = ["ARCHITECTURES", "BLOCKS", "LISTED", "config", "sglang_cases", "vllm_cases"]
-
 CONFIGS = ROOT / "examples/configs"
 BLOCKS = 8
 Case = dict[str, Any]

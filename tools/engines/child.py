@@ -13,8 +13,6 @@ from typing import Any
 
 import attrs
 
-__all__ = ["PATIENCE", "Child", "new_name", "prompts"]
-
 PATIENCE = 600.0
 """Seconds for an engine to start or to answer."""
 

@@ -24,9 +24,6 @@ from tools.engines.sglang_bench import CORRUPT, CORRUPT_STATE
 from tools.engines.strangers import STRANGERS, as_sinks, as_sources
 from tools.engines.vllm_distance import HandOver, apart, handed_over
 
-__all__ = ["Over", "from_sglang", "main", "to_sglang"]
-
-
 Answers = list[tuple[list[int], str]]
 """Tokens of each prompt, and what its decode engine says of it."""
 Over = Callable[..., Answers]

@@ -19,8 +19,6 @@ from kvproto_captures.fleet import Fleet
 from kvproto_captures.interpreter import read, resolve
 from tools.specgen.registry import ROOT
 
-__all__ = ["differences"]
-
 _CAPTURES = ROOT / "tests/captures/recordings"
 
 

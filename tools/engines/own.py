@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["differences"]
-
 _VLLM = "vllm-0.33.0/vllm/distributed/kv_transfer/kv_connector"
 _SGLANG = "sgt/sglang/srt"
 SAID = [

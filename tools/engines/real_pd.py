@@ -33,8 +33,6 @@ from tools.engines import vllm_engine as vl
 from tools.engines.child import PATIENCE, Child, new_name
 from tools.engines.cross_pd import Over, from_sglang, to_sglang
 
-__all__ = ["main"]
-
 CHATS, MOST, FEW = 3, 20, 8
 """Of the demo's; tokens of an answer, and of one that goes wrong."""
 VLLM: dict[str, Any] = {

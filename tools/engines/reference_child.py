@@ -46,8 +46,6 @@ from kvproto_reference.engine.sampling import SamplingParams
 from kvproto_reference.engine.sequence import TokenSequence, rows_needed
 from kvproto_reference.engine.speculative import SpeculativeDecoder
 
-__all__ = ["serve"]
-
 PAGES = 128
 ROOT = Path(__file__).parents[2]
 

@@ -7,8 +7,6 @@ import subprocess
 import time
 import urllib.request
 
-__all__ = ["ANSWERS", "ENDS", "free_port", "wait"]
-
 _PATIENCE = 800.0
 """How many seconds a server may take to start."""
 ANSWERS, ENDS = 300.0, 120.0

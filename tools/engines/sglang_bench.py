@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CORRUPT", "CORRUPT_STATE", "register"]
-
 CORRUPT = 1 << 62
 """Bit of a room whose first page is changed after it has arrived."""
 CORRUPT_STATE = 1 << 61

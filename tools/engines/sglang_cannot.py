@@ -10,8 +10,6 @@ from typing import Any
 
 from tools.engines.cannot import Cases, run
 
-__all__ = ["CASES"]
-
 _DRAFT = {
     "speculative_algorithm": "EAGLE", "speculative_draft_model_path": "eagle", "speculative_num_steps": 2,
     "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3,

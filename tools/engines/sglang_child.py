@@ -11,8 +11,6 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["serve"]
-
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "attention_backend": "torch_native", "skip_tokenizer_init": True, "dtype": "float32",
     "disable_cuda_graph": True, "disable_overlap_schedule": True, "max_total_tokens": 4096,

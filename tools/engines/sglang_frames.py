@@ -27,8 +27,6 @@ import numpy as np
 
 from tools.engines.stubs import Stub, install
 
-__all__ = ["main"]
-
 _NAME = "6c0fce0e-9a1f-4f6e-b1b4-5d0c9a3f2e71"
 _AGENT: list[bytes] = []
 ROOM = 7_305_441_908_217_345

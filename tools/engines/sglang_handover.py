@@ -37,8 +37,6 @@ from kvproto_engines.memory import ShareableMemory
 from tests.sglang.handover import SLOT, Model, Side, differences, hand_over
 from tests.sglang.kinds import KINDS, side
 
-__all__ = ["Own"]
-
 COMMON = {"device": "cpu", "enable_memory_saver": False}
 SIZES = (((64, 1), (16, 1)), ((1, 1), (32, 2)), ((16, 2), (64, 1)))
 """Tokens of a page, and ranks, of both engines."""

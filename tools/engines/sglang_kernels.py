@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["causal", "step", "supply"]
-
 _ABSENT = ("fused_sigmoid_gating_delta_rule_update_cpu", "fused_gdn_gating_cpu")
 """Operators that modules for states look up when they are imported, and that short convolutions do not use."""
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["main"]
-
 _TP, _PAGE, _HEADS, _DIM, _LAYERS, _SLOTS = 4, 16, 8, 64, 3, 64
 
 

@@ -17,8 +17,6 @@ from tools.engines.sglang_bench import CORRUPT, CORRUPT_STATE
 from tools.engines.sglang_engine import Alone, Engine, new_name, prompts, replicas, room, run, settings_of, told, where
 from tools.engines.sglang_random import at_random
 
-__all__ = ["main"]
-
 
 def begin(one: Engine, two: Engine, prompt: list[int], number: int | None = None, **more: Any) -> tuple[str, str]:
     """Both engines get one body, as the load balancer does it; the names of the request at both."""

@@ -12,8 +12,6 @@ import attrs
 from tools.engines.child import PATIENCE, new_name, prompts
 from tools.engines.sglang_engine import Alone, Engine, room, where
 
-__all__ = ["at_random"]
-
 _ABORTED = 0.3
 """Share of requests that are aborted."""
 _LATE = 0.5

@@ -22,8 +22,6 @@ from tools.engines.serving import ANSWERS, free_port, wait
 from tools.engines.sglang_engine import MOST, Alone, prompts, told
 from tools.engines.vllm_models import make
 
-__all__ = ["main"]
-
 _DOCS = Path(__file__).parents[2] / "docs"
 _SMALL = "--dtype float32 --max-total-tokens 4096 --mem-fraction-static 0.5 --log-level warning --random-seed 0"
 

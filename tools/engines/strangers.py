@@ -14,8 +14,6 @@ from kvproto import Cache, DType, KvprotoError, Pool, Prompt, Seed, Sink, Source
 from kvproto_engines.facts import rope_of
 from tools.engines.child import prompts
 
-__all__ = ["STRANGERS", "as_sinks", "as_sources"]
-
 _PAGES = 64
 _PATIENCE = 60.0
 """Within how many seconds it is refused."""

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Stub", "install"]
-
 
 class Stub:
     """Stands for anything: its attributes are Stubs, a call returns what it decorates, a base class disappears."""

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["main", "slots"]
-
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "conformance"), str(ROOT / "conformance/testees")]
 

@@ -13,8 +13,6 @@ from typing import Any
 from tools.engines.cannot import Cases, run
 from tools.engines.vllm_pd import DRAFT, MLA, MTP, N_GRAMS, WARM
 
-__all__ = ["CASES"]
-
 _STAGES = {"pipeline_parallel_size": 2, **WARM}
 _SAYS = "'CPUModelRunner' object has no attribute 'drafter'"
 CASES: Cases = {

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from kvproto import new_ticket, write_ticket
 from tools.engines.vllm_engine import ASK, DEADLINE, UNZEROED, Engine, new_name, over, prompts
 
-__all__ = ["PIECE", "Case"]
-
 Case = Callable[[Engine, Engine], Iterator[str]]
 PIECE = 128
 """Tokens of a chunk, where two engines are to compute a prompt in the same pieces."""

@@ -10,8 +10,6 @@ from collections import Counter
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["serve"]
-
 SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8,
     "block_size": 32, "seed": 0, "kv_cache_memory_bytes": 8 << 20,

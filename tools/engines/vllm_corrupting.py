@@ -17,8 +17,6 @@ from kvproto_vllm.orders import Load, Tables
 from kvproto_vllm.states import STATE
 from tools.engines.vllm_engine import ROUNDED, UNZEROED
 
-__all__ = ["FETCHED", "CorruptingConnector"]
-
 FETCHED: dict[str, float] = {}
 """Requests whose prompts have arrived, by the names that the engine gave them, and how long that took: seconds from the
 step in which the engine orders it until it knows."""

@@ -15,8 +15,6 @@ from typing import Any
 
 from tools.engines.vllm_engine import ASK, ROUNDED, Engine, Values, new_name, prompts
 
-__all__ = ["HandOver", "apart", "farthest", "handed_over"]
-
 _MOST, _HIGHEST = 16, 5
 """Tokens of an answer, and how many log probabilities come with each."""
 _LOW, _HIGH, _SEED = 40, 200, 20

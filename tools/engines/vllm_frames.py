@@ -29,8 +29,6 @@ import zmq
 
 from tools.engines.stubs import Stub, install
 
-__all__ = ["main"]
-
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 _ENGINE = "f1a7c0de-5b7e-4c1d-9a55-0e6f2b8d4c33"
 _HASH = "3a7bd3e2360a3d29eea436fcfb7e44c735d117c42d1c1835420b6b9942dd4f1b"

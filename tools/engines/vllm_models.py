@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["make"]
-
 _HEADS = {"llama": (4, 2), "llama of others": (4, 2), "window": (4, 2), "llama6": (6, 6)}
 """Of models like Llama: heads, and heads of K and V."""
 

@@ -22,8 +22,6 @@ from tools.engines.vllm_models import make
 from tools.engines.vllm_random import at_random
 from tools.engines.vllm_unlike import unlike
 
-__all__ = ["CROWDED", "main"]
-
 _IN_TORCH = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """Rotary embedding in torch: vLLM's kernel for CPUs is not for keys whose heads are an axis of their own."""
 MLA = {"model": "mla", "block_size": 16, "attention_backend": "CPU_MLA", **_IN_TORCH}

@@ -12,8 +12,6 @@ import attrs
 from kvproto import new_ticket, write_ticket
 from tools.engines.vllm_engine import ASK, DEADLINE, PATIENCE, Engine, Result, new_name, prompts
 
-__all__ = ["Figures", "at_random", "crowd"]
-
 MOST = 24
 """Tokens that a decode engine makes of a prompt."""
 _WAYS = ("prefill first", "both at once", "decode first", "one engine")

@@ -23,8 +23,6 @@ from typing import Any
 from tools.engines.serving import ANSWERS, ENDS, free_port, wait
 from tools.engines.vllm_models import make
 
-__all__ = ["main"]
-
 _ROOT = Path(__file__).parents[2]
 _PAGES = [_ROOT / "docs/vllm.md", _ROOT / "docs/vllm-reference.md"]
 _REPLICAS = {

@@ -9,8 +9,6 @@ from typing import Any
 from tools.engines.vllm_engine import ASK, DEADLINE, Engine, new_name, over, prompts
 from tools.engines.vllm_models import make
 
-__all__ = ["unlike"]
-
 _UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
     "other weights": ({"model": "llama of others"}, "weights.target"),
     "another element type": ({"dtype": "float16"}, "dtype"),

@@ -13,8 +13,6 @@ from tools.files import renew
 from tools.model.pan import MODELS, MissingTool, ModelError, Outcome, Program
 from tools.model.traces import TRACES, made
 
-__all__ = ["main"]
-
 _AT_ONCE = 2
 
 

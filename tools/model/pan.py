@@ -13,8 +13,6 @@ import attrs
 
 from tools.specgen.registry import SPEC
 
-__all__ = ["MODELS", "MissingTool", "ModelError", "Outcome", "Program"]
-
 MODELS = SPEC / "lifecycle"
 _DEPTH, _MEMORY_MB, _SECONDS = 200_000, 1500, 280
 _SEARCHED = re.compile(r"^ *(\d+) states, stored", re.M)

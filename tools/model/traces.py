@@ -10,8 +10,6 @@ from tools.model.pan import MODELS, Program
 from tools.specgen.promela import rows
 from tools.specgen.registry import load
 
-__all__ = ["TRACES", "made"]
-
 TRACES = MODELS / "traces.json"
 
 

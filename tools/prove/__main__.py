@@ -28,8 +28,6 @@ from tools.prove.state import HINTS, State, read_hints, sources
 from tools.prove.warm import warm
 from tools.specgen.registry import ROOT
 
-__all__ = ["main"]
-
 _EVERY = 15.0
 """Seconds between two lines that say how far the run is."""
 

@@ -13,8 +13,6 @@ from tools.prove.judging import SURVIVED, by_tests, cases, failing
 from tools.prove.playing import played
 from tools.specgen.registry import ROOT
 
-__all__ = ["Bug", "load", "noticed"]
-
 
 @attrs.frozen
 class Bug:

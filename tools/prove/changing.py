@@ -11,8 +11,6 @@ from types import ModuleType
 
 from tools.specgen.registry import ROOT
 
-__all__ = ["Changes", "change", "module_of"]
-
 Changes = Mapping[str, str]
 
 

@@ -17,8 +17,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-__all__ = ["DIED", "LATE", "Answer", "crowding", "in_children"]
-
 LATE, DIED = "no end within its time", "the process died"
 _MEMORY = 16 << 30
 """Bytes that a child may map: a mutant may ask for any number."""

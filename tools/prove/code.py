@@ -16,8 +16,6 @@ import attrs
 from tools.prove.changing import module_of
 from tools.specgen.registry import ROOT
 
-__all__ = ["AREAS", "Mutant", "files", "sample"]
-
 AREAS: dict[str, tuple[str, ...]] = {
     # what is mutated: hand-written files, whose generated neighbours the mutants of the registry are for
     "codec": ("kvproto/wire/[crsw]*.py", "kvproto/wire/fields.py", "kvproto/wire/json_form.py"),

@@ -12,8 +12,6 @@ from tools.prove.changing import Changes, module_of
 from tools.specgen import python
 from tools.specgen.registry import Facts, load
 
-__all__ = ["changes_of", "homes", "mutants"]
-
 Row = dict[str, Any]
 Edit = Callable[[Facts], object]
 _FILES: dict[str, Callable[[Facts], str]] = {

@@ -22,18 +22,6 @@ from tools.prove.changing import Changes, change
 from tools.prove.children import crowding
 from tools.specgen.registry import ROOT
 
-__all__ = [
-    "SURVIVED",
-    "as_it_is",
-    "by_both_codecs",
-    "by_cases",
-    "by_tests",
-    "cases",
-    "doubts",
-    "failing",
-    "within",
-]
-
 Json = dict[str, Any]
 SURVIVED = ""
 """The answer where nobody noticed; any other is who did."""

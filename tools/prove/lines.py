@@ -8,8 +8,6 @@ from typing import Any
 
 from tools.specgen.registry import ROOT
 
-__all__ = ["Line", "Lines"]
-
 Line = tuple[str, int]
 """A file of the repository, and a line of it."""
 

@@ -23,8 +23,6 @@ from tools.prove.rows import Reasons, Row
 from tools.prove.state import State, read_hints
 from tools.specgen.registry import ROOT
 
-__all__ = ["AS_IT_IS", "LIMIT", "PARTS", "Asked", "prove_bugs", "prove_code", "prove_facts"]
-
 AS_IT_IS = "without any change"
 _WIRE = ("codec", "writing", "json", "tickets", "streams")
 _SUITES = {

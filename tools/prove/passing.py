@@ -14,8 +14,6 @@ import pytest
 from tools.prove.lines import Line, Lines
 from tools.specgen.registry import ROOT
 
-__all__ = ["Passing", "trace"]
-
 _OPTIONS = ("-q", "--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={ROOT}")
 
 

@@ -20,8 +20,6 @@ from tools.prove.children import in_children
 from tools.prove.judging import SURVIVED
 from tools.prove.lines import Line
 
-__all__ = ["Played", "by_scenarios", "played"]
-
 
 @contextmanager
 def _engine(changes: Changes, wanted: Iterable[Line] = ()) -> Iterator[tuple[list[str], Path]]:

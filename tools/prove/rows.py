@@ -13,8 +13,6 @@ import attrs
 from tools.prove import code
 from tools.prove.judging import SURVIVED
 
-__all__ = ["LEAST", "Reasons", "Row", "summary"]
-
 LEAST = 0.95
 """Share of the mutants of code that have to be noticed."""
 

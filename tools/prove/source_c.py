@@ -24,8 +24,6 @@ import attrs
 from kvproto_conformance.live import Scenario, list_scenarios, run
 from tools.specgen.registry import ROOT
 
-__all__ = ["main"]
-
 FOLDER = ROOT / "conformance/testees/c"
 CLAIMED = {"DEALS", "INLINE", "RESUME", "SECTIONS", "VERIFY"}
 FLAGS = ["-std=c11", "-O0", "-w"]

@@ -19,8 +19,6 @@ from kvproto_conformance.live.scenario import SCENARIOS
 from tools.prove.rows import Row
 from tools.specgen.registry import ROOT
 
-__all__ = ["HINTS", "State", "read_hints", "sources"]
-
 HINTS = Path(__file__).with_name("hints.json")
 """Which test or scenario noticed a mutant the last time. It is asked first; if it notices nothing, all others are."""
 

@@ -13,8 +13,6 @@ from attr import _make
 from tools.prove.children import in_children
 from tools.prove.judging import within
 
-__all__ = ["warm"]
-
 _LIBRARIES = (
     "numpy",
     "numpy.ma",

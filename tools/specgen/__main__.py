@@ -27,9 +27,6 @@ from tools.specgen.lint import RegistryError, lint
 from tools.specgen.registry import ROOT, SPEC, Facts, as_json, load
 from tools.specgen.stamp import stamped
 
-__all__ = ["main", "modules", "outputs"]
-
-
 _SHOWN = 40
 """Lines of one kind that are printed."""
 

@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 from tools.specgen.lint import RegistryError
 from tools.specgen.registry import REGISTRY, ROOT, Facts, number
 
-__all__ = ["stated"]
-
 _FILE = REGISTRY / "protocol.toml"
 _NAME = re.compile(r"rc[1-9][0-9]*|final")
 

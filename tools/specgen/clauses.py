@@ -12,8 +12,6 @@ import attrs
 from tools.specgen.lint import RegistryError
 from tools.specgen.registry import SPEC, Facts
 
-__all__ = ["Clause", "as_json", "binds", "check", "clauses"]
-
 _BULLET = re.compile(r"^\* `(KVP-[A-Z0-9-]+)` (.*?)(?=\n(?:\n|\* |#|<!--)|\Z)", re.MULTILINE | re.DOTALL)
 _ID = re.compile(r"`(KVP-[A-Z0-9-]+)`")
 _KEYWORD = re.compile(r"\b(MUST NOT|MUST|SHOULD NOT|SHOULD|MAY)\b")

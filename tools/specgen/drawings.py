@@ -15,8 +15,6 @@ import attrs
 from tools.specgen.lint import RegistryError
 from tools.specgen.registry import ROOT, Facts, moves
 
-__all__ = ["ASSETS", "about", "drawings", "machine", "page_style"]
-
 ASSETS = ROOT / "spec/assets"
 _ALSO = tuple(ROOT / f"docs/assets/{name}.svg" for name in ("architecture", "ownership", "strides"))
 STYLE = """<style>

@@ -15,8 +15,6 @@ import attrs
 from tools.specgen.registry import Facts
 from tools.specgen.vectors import Body, Case, Node, binary, ext, numbers, raw, text, uint
 
-__all__ = ["edges", "many_values"]
-
 _TEXTS = [
     ("nul", b"\0", "NUL is a character"), ("control", b"\x1f\x7f", "control characters"), ("two", b"\xc2\x80\xdf\xbf", "the first and the last of 2 bytes"),
     ("three", b"\xe0\xa0\x80\xef\xbf\xbf", "the first and the last of 3 bytes"), ("four", b"\xf0\x90\x80\x80\xf4\x8f\xbf\xbf", "the first and the last of 4 bytes"),

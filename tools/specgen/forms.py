@@ -15,8 +15,6 @@ from tools.specgen.edges import edges, many_values
 from tools.specgen.registry import SPEC, Facts, version
 from tools.specgen.vectors import turned, uint
 
-__all__ = ["forms"]
-
 Case = dict[str, Any]
 _TYPE, _INT, _RANGE, _ENUM = "KVP-JSON-TYPE", "KVP-JSON-INT", "KVP-JSON-RANGE", "KVP-JSON-ENUM"
 _WRONG: dict[str, list[tuple[str, Any, str, str]]] = {

@@ -8,8 +8,6 @@ from typing import Any
 
 from tools.specgen.registry import CORE, Facts, moves, number
 
-__all__ = ["DIGESTED", "RegistryError", "lint"]
-
 _BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 _PLAIN = {*_BITS, "bool", "str", "bytes", "array<u32>", "array<u64>"}
 _BLOCKS = {"malformed": 1, "invalid": 2, "incompatible": 3, "state": 4, "limit": 5, "internal": 6}

@@ -14,8 +14,6 @@ from tools.specgen.clauses import clauses
 from tools.specgen.lint import RegistryError
 from tools.specgen.registry import ROOT, SPEC, Facts, moves, version
 
-__all__ = ["CHANGELOG", "differences", "opened", "registry_rows", "renew"]
-
 CHANGELOG = ROOT / "CHANGELOG.md"
 _FACTS = ("id", "type", "unit", "presence", "since", "min", "max", "length", "secret")
 

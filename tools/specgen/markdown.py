@@ -13,9 +13,6 @@ from tools.specgen.lint import RegistryError
 from tools.specgen.named import REASONS, exemptions
 from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves, version
 
-__all__ = ["pages", "renewed"]
-
-
 _COMMON = ("session", "request", "sequence")
 """Fields of many messages, in the order of their ids, with one meaning in all of them."""
 _STORED = {"Manifest", "Component", "KeptPage"}

@@ -15,8 +15,6 @@ from tools.specgen import forms
 from tools.specgen import vectors as codec
 from tools.specgen.registry import Facts, number
 
-__all__ = ["at", "vectors"]
-
 Case = dict[str, Any]
 _CASES = '"cases": [\n'
 

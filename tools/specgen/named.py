@@ -14,8 +14,6 @@ from tools.specgen.clauses import clauses
 from tools.specgen.lint import RegistryError
 from tools.specgen.registry import ROOT, SPEC, Facts
 
-__all__ = ["REASONS", "exemptions", "named", "unnamed"]
-
 EXEMPTIONS = SPEC / "exemptions.toml"
 REASONS = {
     "people": "advice to people or to their programs; no message and no memory shows whether it is kept",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tools.specgen.registry import HEAD, Facts, moves
 
-__all__ = ["moves_model", "rows"]
-
 
 def rows(facts: Facts) -> list[tuple[str, str, str, str, tuple[str, ...]]]:
     """Every row (machine, from, message, to, features) of the states table, in the order of its number in the models."""

@@ -8,16 +8,6 @@ from collections.abc import Iterable, Iterator
 
 from tools.specgen.registry import HEAD, Facts, moves, version
 
-__all__ = [
-    "enums_module",
-    "limits_module",
-    "messages_module",
-    "metrics_module",
-    "parts_module",
-    "tables_module",
-    "transitions_module",
-]
-
 _INTS = {"u8", "u16", "u32", "u64"}
 
 
@@ -60,9 +50,9 @@ def word(enum: type[IntEnum], value: int) -> str:
 def enums_module(facts: Facts) -> str:
     """kvproto/wire/enums.py"""
     pages = "What each value of an enum means is in spec/v1/messages.md, below Enums."
-    out = [f'"""Enums and errors of v1. {HEAD}\n\n{pages}\n"""', "", "from enum import IntEnum", ""]
+    out = [f'"""Enums and errors of v1. {HEAD}\n\n{pages}\n"""', "", "from enum import IntEnum", "", ""]
     for name, enum in facts["enum"].items():
-        out += ["", f"class {name}(IntEnum):", f'    """{enum["doc"]}"""']
+        out += [f"class {name}(IntEnum):", f'    """{enum["doc"]}"""']
         out += [*(f"    {member} = {value}" for member, value in enum["values"].items()), ""]
     out.append(_ERRORS)
     for name, error in facts["error"].items():
@@ -117,7 +107,7 @@ def messages_module(facts: Facts) -> str:
 
 def _class(name: str, base: str, doc: str, stated: Iterable[str], fields: Iterable[str]) -> Iterator[str]:
     """The lines of a struct, a message, or a base of messages."""
-    yield from ("", "@frozen(kw_only=True)", f"class {name}({base}):" if base else f"class {name}:", f'    """{doc}"""')
+    yield from ("@frozen(kw_only=True)", f"class {name}({base}):" if base else f"class {name}:", f'    """{doc}"""')
     yield from (*stated, *fields, "")
 
 
@@ -152,11 +142,11 @@ def parts_module(facts: Facts) -> str:
     ]
     aliases = [(json.dumps(row["aliases"]), json.dumps(name)) for name, row in parts.items() if row["aliases"]]
     out += [f"    **dict.fromkeys({names}, {name})," for names, name in aliases]
-    out += ["}", '"""Registered names by alias."""', "", "SHARE_OF = {"]
-    out += [f"    {json.dumps(name)}: {json.dumps(row['of'])}," for name, row in parts.items() if "of" in row]
-    out += ["}", '"""The whole part, by the registered name of a share of it."""', "", "SCALES = {"]
-    out += [f"    {json.dumps(name)}: {json.dumps(row['scales'])}," for name, row in parts.items() if "scales" in row]
+    shares = {name: row["of"] for name, row in parts.items() if "of" in row}
     optional = [name for name, row in parts.items() if row.get("optional")]
+    out += ["}", '"""Registered names by alias."""', "", f"SHARE_OF = {json.dumps(shares)}"]
+    out += ['"""The whole part, by the registered name of a share of it."""', "", "SCALES = {"]
+    out += [f"    {json.dumps(name)}: {json.dumps(row['scales'])}," for name, row in parts.items() if "scales" in row]
     out += ["}", '"""The part that means nothing without its scales, by the name of the scales."""', ""]
     out += [
         f"OPTIONAL = ({json.dumps(optional)[1:-1]})",
@@ -247,11 +237,12 @@ def _rules(body: Facts) -> tuple[tuple[object, ...], ...]:
 
 
 def _table(head: str, rows: dict[str, tuple[tuple[object, ...], ...]]) -> Iterator[str]:
-    """A dict of rows by name, a line a row; a single row stands beside its name."""
+    """A dict of rows by name, a line a row; rows that fit into a line stand beside their name."""
     yield f"{head} = {{"
     for name, entries in rows.items():
-        if len(entries) == 1:
-            yield f'    "{name}": {_source(entries)},'
+        line = f'    "{name}": {_source(entries)},'
+        if len(line) <= 120:
+            yield line
         else:
             yield f'    "{name}": ('
             yield from (f"        {_source(entry)}," for entry in entries)
@@ -329,8 +320,8 @@ def transitions_module(facts: Facts) -> str:
         "",
     ]
     for name, machine in facts["machine"].items():
-        out += ["", f"class {name.title()}State(Enum):", f'    """{machine["doc"]}"""', ""]
-        out += ["    __hash__ = object.__hash__  # rows are looked up by it for every message", ""]
+        out += ["", f"class {name.title()}State(Enum):", f'    """{machine["doc"]}"""']
+        out += ["    __hash__ = object.__hash__  # rows are looked up by it for every message"]
         out += [*(f'    {state["name"].upper()} = "{state["name"]}"' for state in machine["state"]), ""]
     out.append(_EXPANDED)
     for name in facts["machine"]:

@@ -8,21 +8,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "CORE",
-    "HEAD",
-    "REGISTRY",
-    "ROOT",
-    "SPEC",
-    "Facts",
-    "as_json",
-    "load",
-    "moves",
-    "number",
-    "profiles",
-    "version",
-]
-
 Facts = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = ROOT / "spec/v1"

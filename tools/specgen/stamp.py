@@ -8,8 +8,6 @@ from pathlib import Path
 
 from tools.specgen.registry import ROOT, SPEC, Facts, version
 
-__all__ = ["stamped"]
-
 _VECTORS = re.compile(r'(?<="version": ")[^"]+(?=")')
 _TEXT = re.compile(r"((?<=`kvproto )|(?<=^Spec )|(?<=pecification is ))\d+\.\d+(-\w+)?(?=\W)", re.MULTILINE)
 _PAGES = [ROOT / page for page in ("README.md", "conformance/README.md", "docs/index.md", "docs/faq.md")]

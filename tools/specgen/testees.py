@@ -9,8 +9,6 @@ from typing import Any
 
 from tools.specgen.registry import ROOT, Facts, number
 
-__all__ = ["testees"]
-
 TESTEES = ROOT / "conformance/testees"
 _BEGIN, _END = "begin facts. Generated", "end facts"
 _LIMIT_OF = {"str": "max_string", "bytes": "max_bytes", "list": "max_list", "array": "max_array"}

@@ -18,8 +18,6 @@ import attrs
 
 from tools.specgen.registry import SPEC, Facts, version
 
-__all__ = ["Body", "Case", "Node", "binary", "ext", "numbers", "raw", "text", "turned", "uint", "vectors"]
-
 _BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 _UNKNOWN, _GREASE, _OPEN = 0x3FFF, 0x801B, 0xF0F0
 

@@ -13,8 +13,6 @@ from kvproto_conformance.live.staged import StagedSource
 from kvproto_conformance.live.wire import free_address
 from kvproto_conformance.sections import whole
 
-__all__ = ["DecodeRun"]
-
 Json = dict[str, Any]
 _numbers = itertools.count(1)
 
@@ -42,6 +40,10 @@ class DecodeRun(Run):
         self.engine.ask(op, engine=source.name, address=source.endpoints[source.rank], **key)
         return source
 
+    def connected(self, **more: Any) -> Source:
+        """The only rank of a source, of which the engine knows."""
+        return self.connect(self.source(**more)[0])
+
     def ready(self, ranks: int = 1, **more: Any) -> list[Source]:
         """Ranks of the suite whose sessions with the engine are ready."""
         made = self.source(ranks, **more)
@@ -61,6 +63,22 @@ class DecodeRun(Run):
         """Let the engine fetch a request; with `intent` it names pages when they are of use, with `spans` in pieces."""
         self.engine.ask("fetch", id=prompt.id, key=prompt.key, engine=source.name, deadline=deadline,
                         tokens=prompt.tokens, first=first, **more)  # fmt: skip
+
+    def fetched(self, source: Source) -> Prompt:
+        """A request that the engine is to fetch."""
+        prompt = self.prompt()
+        self.fetch(source, prompt)
+        return prompt
+
+    def fetching(self, **more: Any) -> tuple[Source, Prompt]:
+        """A source that is ready, and a request that the engine is to fetch from it."""
+        source = self.one(**more)
+        return source, self.fetched(source)
+
+    def begun(self, **more: Any) -> tuple[Source, Prompt, Asked]:
+        """A fetch that the source has accepted."""
+        source, prompt = self.fetching(**more)
+        return source, prompt, self.asked(source, prompt)
 
     def asked(self, source: Source, prompt: Prompt, state: str = "READY") -> Asked:
         """The engine's Transfer of a request, checked and accepted."""
@@ -87,6 +105,11 @@ class DecodeRun(Run):
         source.move(asked, prompt.seed)
         done = source.done(asked, self.handed(source, prompt), prompt.seed)
         source.acknowledged(done)
+
+    def delivered(self, source: Source, asked: Asked, prompt: Prompt) -> None:
+        """All bytes to DoneAck, and every check of what the engine then has."""
+        self.deliver(source, asked, prompt)
+        self.arrived(prompt)
 
     def state(self, prompt: Prompt, seconds: float = 5.0) -> Json:
         """What the engine says has become of a fetch."""

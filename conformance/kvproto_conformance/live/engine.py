@@ -20,8 +20,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["Engine", "EngineFault", "Unsupported"]
-
 Json = dict[str, Any]
 _LONGEST_LINE = 1 << 24
 _TAIL = 2048

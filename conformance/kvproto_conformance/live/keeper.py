@@ -14,8 +14,6 @@ from kvproto_conformance.live.source import Source
 from kvproto_conformance.live.watch import Frame
 from kvproto_conformance.tiers import whole_pages
 
-__all__ = ["MOST", "Keeper", "again", "keepers", "watch", "watched"]
-
 Json = dict[str, Any]
 MOST = LIMITS["max_told"]
 """The pages of one Watched."""

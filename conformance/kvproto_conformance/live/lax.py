@@ -6,8 +6,6 @@ from typing import Any
 
 from kvproto_conformance.codec.facts import ENUMS, MAGIC, MESSAGES, STRUCTS, Layout, Type
 
-__all__ = ["lax_body", "lax_frame", "raw_frame"]
-
 Json = dict[str, Any]
 # First byte and end of the short form, and the first bytes of lengths of 1, 2 and 4 bytes; 0: there is none.
 _HEADS = {

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BadHandle", "Bytes", "Shared", "began", "boot_id", "holds", "map_region", "read_uint", "write_uint"]
-
 Bytes = npt.NDArray[np.uint8]
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SHRINK, _GROW = 2, 4

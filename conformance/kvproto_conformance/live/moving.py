@@ -1,7 +1,4 @@
-"""Which bytes a rank pair moves, by coordinate: the plan and the windows as pieces, and where a rank keeps each piece.
-
-The suite's own planner derives everything from the prose; addresses of the other side never matter.
-"""
+"""Which bytes a rank pair moves, by coordinate, as the suite's own planner says, and where a rank keeps each."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ from kvproto_conformance.dcp import Deal
 from kvproto_conformance.lowering import Side
 from kvproto_conformance.planner import boxes
 from kvproto_conformance.sections import place
-
-__all__ = ["Piece", "checksums", "label", "pieces", "side", "spans"]
 
 Json = dict[str, Any]
 Bytes = npt.NDArray[np.uint8]

@@ -1,7 +1,4 @@
-"""NIXL as registration.md describes it, on host memory: the suite's staging memory, and writes into an engine's.
-
-Only scenarios of extension `staged` need NIXL; it is imported when the first of them begins.
-"""
+"""NIXL as registration.md describes it, on host memory; imported when the first scenario of `staged` begins."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ import numpy.typing as npt
 
 from kvproto_conformance.live.memory import BadHandle, read_uint, write_uint
 from kvproto_conformance.live.peer import Missed
-
-__all__ = ["Agent", "Staging", "agent", "is_there", "read_handle"]
 
 _MAGIC = b"KVNX\x01"
 _HOST = 1

@@ -14,8 +14,6 @@ from kvproto_conformance.live.lax import lax_frame
 from kvproto_conformance.live.watch import ENGINE, SUITE, Frame, Watch
 from kvproto_conformance.live.wire import Wire
 
-__all__ = ["RESEND", "Missed", "Peer", "greased"]
-
 Json = dict[str, Any]
 PATIENCE = 10.0
 """How many seconds an answer may take: several times `resend`."""
@@ -128,10 +126,7 @@ class Peer:
         self, *names: str, where: Callable[[Json], bool] = lambda fields: True, seconds: float = PATIENCE,
         again: Frame | None = None, clause: str = "",
     ) -> Frame:  # fmt: skip
-        """The first frame of one of these names; others wait for their own `expect`, as order between them is free.
-
-        `again` is a request that is sent each `RESEND` until then (KVP-SES-RESEND). Raises Missed.
-        """
+        """The first frame of these names; `again` is sent until then (KVP-SES-RESEND). Raises Missed."""
         for i, frame in enumerate(self.heard):
             if frame.name in names and where(frame.fields):
                 return self.heard.pop(i)

@@ -15,8 +15,6 @@ from kvproto_conformance.live.staged import StagedSink
 from kvproto_conformance.live.watch import Frame
 from kvproto_conformance.sections import whole
 
-__all__ = ["PrefillRun"]
-
 Json = dict[str, Any]
 _numbers = itertools.count(1)
 _NOTHING_COMPARED = ("ABORTED", "DEADLINE", "INTERNAL")
@@ -62,10 +60,7 @@ class PrefillRun(Run):
         clause: str = "",
         sequence: str = "",
     ) -> Frame:
-        """Check that a request was refused: by which message, which code, and where.
-
-        A Failed may come later, under an id of its own: then `sequence` tells.
-        """
+        """Check the message, code and path of a refusal; a Failed under another id is told by `sequence`."""
         wanted = (codes,) if isinstance(codes, str) else codes
 
         def where(fields: Json) -> bool:
@@ -117,6 +112,11 @@ class PrefillRun(Run):
                     self.engine.ask("fill", id=prompt.id, group=group["name"], layer=int(layer), part=part["name"],
                                     first=rows.start, data=data.tobytes().hex())  # fmt: skip
 
+    def compute(self, prompt: Prompt) -> None:
+        """Fill all and finish."""
+        self.fill(prompt)
+        self.finish(prompt)
+
     def finish(self, prompt: Prompt, finished: bool = False) -> None:
         """Let the engine say that prefill is over."""
         self.engine.ask("finish", id=prompt.id, handoff=handoff(self.live.geometry, prompt), finished=finished)
@@ -124,8 +124,19 @@ class PrefillRun(Run):
     def serve(self, prompt: Prompt) -> None:
         """Request, fill and finish."""
         self.take(prompt)
-        self.fill(prompt)
-        self.finish(prompt)
+        self.compute(prompt)
+
+    def ask_for(self, sink: Sink, prompt: Prompt) -> Request:
+        """Have a sink ask for a request: Transfer to Accepted."""
+        made = sink.request(prompt.key, prompt.tokens)
+        sink.ask_for(made)
+        return made
+
+    def begun(self, **more: Any) -> tuple[Sink, Prompt, Request]:
+        """A request that the engine has, and that a sink has asked for."""
+        sink, prompt = self.ready(**more), self.prompt()
+        self.take(prompt)
+        return sink, prompt, self.ask_for(sink, prompt)
 
     def over(self, prompt: Prompt, state: str = "freed", seconds: float = 5.0) -> None:
         """Check how the engine says that a request has ended."""
@@ -155,6 +166,11 @@ class PrefillRun(Run):
             self.check("checksums", found == sums, f"{found}, not {sums}", "KVP-VERIFY-SOURCE")
         sink.end(done, size)
 
+    def delivered(self, sink: Sink, made: Request, prompt: Prompt) -> None:
+        """Done with every check, and then the end of the request."""
+        self.arrived(sink, made, prompt)
+        self.over(prompt)
+
     def check_bytes(self, sink: Sink, made: Request, prompt: Prompt, moved: list[moving.Piece]) -> None:
         """Every byte of the sink's memory, by coordinate, padding and canaries included."""
         if sink.unpacks or sink.transport == "INLINE":
@@ -168,8 +184,7 @@ class PrefillRun(Run):
         self.serve(prompt)
         made = sink.request(prompt.key, prompt.tokens, prompt.axes, first)
         sink.ask_for(made)
-        self.arrived(sink, made, prompt)
-        self.over(prompt)
+        self.delivered(sink, made, prompt)
 
     def serve_fresh(self) -> None:
         """One whole request with a sink that the engine has not met."""

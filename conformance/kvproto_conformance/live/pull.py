@@ -15,8 +15,6 @@ from kvproto_conformance.live.sink import Request, Sink
 from kvproto_conformance.live.source import Asked, Regions, Source
 from kvproto_conformance.live.watch import Frame
 
-__all__ = ["PullSink", "PullSource"]
-
 Json = dict[str, Any]
 LEASE = 60_000
 """Milliseconds of a good Offer."""

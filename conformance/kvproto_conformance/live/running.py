@@ -18,8 +18,6 @@ from kvproto_conformance.live.scenario import SCENARIOS, Check, Live, Run, Scena
 from kvproto_conformance.live.watch import ENGINE, Blamed
 from kvproto_conformance.testee import NOT_ASKED
 
-__all__ = ["NO_MEMORY", "Result", "lacks", "list_scenarios", "run"]
-
 _SILENCES = 3
 """How often an engine may leave a question unanswered until it gets no more."""
 

@@ -15,8 +15,6 @@ from kvproto_conformance.live.engine import Engine
 from kvproto_conformance.live.peer import Missed, Peer
 from kvproto_conformance.live.wire import free_address, new_keys
 
-__all__ = ["SCENARIOS", "Check", "Live", "Prompt", "Run", "Scenario", "handoff", "rows_of", "scenario", "shares"]
-
 Json = dict[str, Any]
 Script = Callable[[Any], None]
 NAME = "suite"

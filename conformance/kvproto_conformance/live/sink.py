@@ -17,8 +17,6 @@ from kvproto_conformance.live.watch import Frame
 from kvproto_conformance.live.wire import Dealer, Keys
 from kvproto_conformance.planner import plan
 
-__all__ = ["Request", "Sink"]
-
 Json = dict[str, Any]
 WINDOW = 1 << 20
 """How many bytes of Data may be on their way."""

@@ -21,8 +21,6 @@ from kvproto_conformance.live.watch import Frame
 from kvproto_conformance.live.wire import Keys, Router
 from kvproto_conformance.planner import plan
 
-__all__ = ["Asked", "Source"]
-
 Json = dict[str, Any]
 Regions = dict[int, npt.NDArray[np.uint8]]
 MOST_DATA = 4096

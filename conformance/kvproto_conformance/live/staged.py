@@ -13,8 +13,6 @@ from kvproto_conformance.live.sink import Request, Sink
 from kvproto_conformance.live.source import Asked, Source
 from kvproto_conformance.live.watch import Frame
 
-__all__ = ["SLOT", "SLOTS", "StagedSink", "StagedSource"]
-
 Json = dict[str, Any]
 SLOTS, SLOT = 4, 640
 """Of the suite's staging memory: small, so that a stream has many pieces, and rows lie over their ends."""

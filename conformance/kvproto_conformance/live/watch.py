@@ -1,7 +1,4 @@
-"""Watches all traffic of a rank pair: every frame must decode strictly, and every message must be legal in its state.
-
-The sender of what breaks a rule is blamed: the engine, or the suite itself, which is then no reliable witness.
-"""
+"""Watches all frames of a rank pair, which must be strict and legal; the sender is blamed, engine or suite."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ from typing import Any, NamedTuple
 from kvproto_conformance.codec import Refusal, read_frame
 from kvproto_conformance.codec.facts import FROZEN_MAJOR, MESSAGES
 from kvproto_conformance.data import REGISTRY
-
-__all__ = ["ENGINE", "SUITE", "Blamed", "Frame", "Watch"]
 
 Json = dict[str, Any]
 ENGINE, SUITE = "engine", "suite"

@@ -7,8 +7,6 @@ from typing import NamedTuple, Protocol
 
 import zmq
 
-__all__ = ["Dealer", "Keys", "Router", "Wire", "free_address", "new_keys"]
-
 
 class Keys(NamedTuple):
     """A CURVE key pair in Z85, and for a client the server's public key."""

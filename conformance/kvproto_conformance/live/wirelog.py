@@ -13,8 +13,6 @@ from kvproto_conformance.report import short
 if TYPE_CHECKING:
     from kvproto_conformance.live.running import Result
 
-__all__ = ["blanked", "lines"]
-
 _WIDTH = 160
 """How many characters of a message's fields are shown."""
 _HIDDEN = "..."

@@ -15,20 +15,6 @@ from kvproto_conformance.codec import write_struct
 from kvproto_conformance.dcp import Deal
 from kvproto_conformance.sections import whole
 
-__all__ = [
-    "content",
-    "dealt",
-    "digest_as_stated",
-    "digest_of",
-    "has_memory",
-    "items_of",
-    "known",
-    "lay_out",
-    "mirror",
-    "other_rows",
-    "window",
-]
-
 Json = dict[str, Any]
 GAP = 64
 """How many bytes before, between and after columns nobody may write."""

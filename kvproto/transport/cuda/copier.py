@@ -66,7 +66,6 @@ class DeviceCopy(Copying):
         return is_done(self.event.handle)
 
     def ready(self) -> bool:
-        """As `PendingCopy.ready`."""
         return self.done
 
     def stop(self) -> Proof | None:
@@ -197,7 +196,6 @@ class _Kernels:
         self._launch(stream, word, "copy_few", (blocks, 1), self._few_place)
 
     def run_part(self, stream: Stream, part: PartLaunch, blocks: int) -> None:
-        """Launch `copy_part`."""
         ctypes.memmove(self._part, part.parameters, PART)
         self._launch(stream, part.word, "copy_part", (blocks, 1), self._part_place)
 
@@ -323,10 +321,7 @@ class Copier:
         return DeviceCopy(all_buffers[-1].event, total, began, jobs)
 
     def series(self, jobs: Sequence[CopyJob], after: Sequence[int] = ()) -> Series:
-        """Upload jobs together as copies that `Series.go_on` starts, each of which ends by itself; raises as `submit`.
-
-        Jobs should share their maps, whose rows are then expanded once.
-        """
+        """Upload jobs, best with shared maps, as copies that `Series.go_on` starts one by one; raises as `submit`."""
         enter(self._context)
         _check(jobs)
         (buffers,) = self._take([kernel.sizes(jobs)])
@@ -403,10 +398,7 @@ class Copier:
     # checksums
 
     def begin_checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> Callable[[], Sums]:
-        """Start taking checksums of regions at these addresses, whose copies are over; the result waits for them.
-
-        They are those of `kvproto.copying.execute.checksums`, and taken alongside copies that are under way.
-        """
+        """Start `kvproto.copying.execute.checksums` of regions alongside other copies; the result waits for them."""
         enter(self._context)
         key = sink, *sorted(addresses.items())
         table = self._sum_tables.get(program.ops, key, lambda: kernel.sum_table(program, addresses, sink))

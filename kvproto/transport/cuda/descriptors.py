@@ -1,8 +1,4 @@
-"""File descriptors for peers on this host: virtual device memory is shared as descriptors, which no message can carry.
-
-A process that shares such memory listens on a socket in a private directory. A peer of the same user that sends the 16
-random bytes which Register gave it gets the descriptor that goes with them.
-"""
+"""File descriptors of virtual device memory, for peers of this user that send the 16 random bytes of Register."""
 
 import atexit
 import os

@@ -175,10 +175,7 @@ def is_done(event: int) -> bool:
 
 
 def pointer_attribute(which: driver.CUpointer_attribute, address: int) -> int:
-    """An attribute of an address, of at most 64 bits; 0 if the driver knows none. Raises DeviceFault.
-
-    It is read without cuda-python, whose wrapper is slower and in some releases gets one attribute wrong.
-    """
+    """An attribute of an address, without cuda-python, which gets one wrong; 0 if there is none; raises DeviceFault."""
     value = ctypes.c_uint64()
     code = _function("cuPointerGetAttribute")(ctypes.addressof(value), which.value, address)
     if code in FAULTS:  # unlike freed memory, which the driver does not know

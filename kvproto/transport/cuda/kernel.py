@@ -89,10 +89,7 @@ class Table:
 def table(
     program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int], free: Side | None = None
 ) -> Table:
-    """The table of a program's operations; `sources` and `sinks` are the addresses of regions as mapped here.
-
-    The addresses of a `free` side are known only at each launch, and do not limit how wide words are.
-    """
+    """The table of a program's operations, with regions mapped at these addresses, or at each launch if `free`."""
     ops = program.ops
     rows = np.zeros(len(ops), OP)
     width = ops["lanes"] * ops["lane_bytes"]
@@ -145,10 +142,7 @@ def write_runs(m: RowMap, runs: npt.NDArray[np.uint32], stream: Side | None = No
 
 
 class PerProgramCache(Generic[T]):
-    """Values that are made once for the operations of a rank pair, kept for as long as their array lives.
-
-    A value must not refer to the array, which would then live for ever.
-    """
+    """Values made once for a rank pair's operations and kept while their array lives, to which they must not refer."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, Hashable], T] = {}
@@ -217,7 +211,6 @@ class UploadedLaunch:
 
     @property
     def bytes(self) -> int:
-        """Bytes that are written."""
         return sum(group.bytes for group in self.groups)
 
 
@@ -480,10 +473,7 @@ class SumTable:
         return self._ops + up(self.ops.nbytes)
 
     def write(self, maps: Sequence[RowMap], image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> int:
-        """Write one request's image, to be read at address `image_at`; the number of bytes, the last being the totals.
-
-        Rows are expanded to `rows_at`.
-        """
+        """Write one request's image, to be read at `image_at`, with rows expanded to `rows_at`; the number of bytes."""
         ops = image[self._ops : self._ops + self.ops.nbytes].view(SUM)
         ops.data.cast("B")[:] = self.ops.data.cast("B")
         at, rows = self._runs, [rows_at]

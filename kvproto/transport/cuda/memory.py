@@ -1,8 +1,4 @@
-"""Device memory that peers of one host may map: allocated here, or adopted from an engine.
-
-The driver's pointer attributes tell how an allocation can be shared; it is never tried, as a failed attempt can leave a
-sticky error in the process.
-"""
+"""Device memory that peers of one host may map; attributes tell how, as a failed try can leave an error behind."""
 
 from __future__ import annotations
 
@@ -19,15 +15,7 @@ from cuda.core import Buffer, Device
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport.cuda.descriptors import fetch, offer, withdraw
-from kvproto.transport.cuda.driver import (
-    call,
-    current,
-    driver,
-    enable_peer,
-    ordinal_of,
-    pointer_attribute,
-    uuid,
-)
+from kvproto.transport.cuda.driver import call, current, driver, enable_peer, ordinal_of, pointer_attribute, uuid
 from kvproto.transport.process import boot_id, pid_namespace, start_time
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region
@@ -67,11 +55,7 @@ def allocation_at(address: int) -> int | None:
 
 
 class DeviceMemory:
-    """A region of device memory of this process.
-
-    If allocated here it is one cuMemAlloc, so that other libraries can register it too; `__dlpack__` gives a framework
-    its bytes.
-    """
+    """A region of device memory: one cuMemAlloc if allocated here, which other libraries can register too."""
 
     kind = MemoryKind.CUDA
 
@@ -124,7 +108,6 @@ class DeviceMemory:
 
     @property
     def region(self) -> Region:
-        """Its entry in Register; raises NO_TRANSPORT, with advice, for an allocation that cannot be shared."""
         self.check()
         current(self.device)
         handles = []
@@ -402,10 +385,7 @@ def _by_fabric(data: bytes) -> Any:
 
 
 def _map(device: int, pieces: Sequence[tuple[Callable[[], Any], int]]) -> _OpenAllocation:
-    """Map a peer's allocations, one after the other, for kernels of one device.
-
-    `pieces` has for each allocation a function that makes the driver's handle of it, and its length in bytes.
-    """
+    """Map a peer's allocations in turn for one device; each piece makes the driver's handle, and has a length."""
     current(device)
     size = sum(size for _, size in pieces)
     base = int(call(driver.cuMemAddressReserve(size, 0, 0, 0), "address range"))

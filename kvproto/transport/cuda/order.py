@@ -11,10 +11,7 @@ _NONE_NEEDED = -1
 
 
 class After:
-    """Memory as a framework may see it when a copy is complete: `from_dlpack(After(memory, copy))`.
-
-    The framework's stream waits for the copy, or the host if the framework names no stream.
-    """
+    """Memory for `from_dlpack`, whose framework's stream waits for a copy, or the host if it names no stream."""
 
     def __init__(self, memory: Memory, copy: DeviceCopy) -> None:
         self._memory, self._copy = memory, copy
@@ -31,8 +28,5 @@ class After:
 
 
 def follow(copier: Copier, array: Any) -> None:
-    """Make later copies wait for the work that makes a torch or JAX array.
-
-    The array's own `__dlpack__` orders the two streams; its capsule is dropped at once, so that nothing stays shared.
-    """
+    """Make later copies wait for the work that makes a torch or JAX array, by its `__dlpack__`; nothing is shared."""
     array.__dlpack__(stream=int(copier.stream.handle))

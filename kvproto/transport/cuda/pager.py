@@ -23,10 +23,7 @@ _PART = 8 << 20
 _AHEAD = 3
 """Intervals of layers that are started with the one that somebody waits for."""
 _LONG = 16 << 10
-"""Runs of at least this many bytes are loaded by the copy engine, which leaves all multiprocessors to compute.
-
-They are saved by the kernel, as an engine need not wait for that, and it costs the host less.
-"""
+"""Bytes from which the copy engine loads a run, while the GPU computes; the kernel saves, at less cost to the host."""
 _LAUNCHES = 16
 """Copies that may be under way at once in one direction."""
 
@@ -80,10 +77,7 @@ class _Direction:
     def start(
         self, program: CopyProgram, sides: Sequence[Mapping[int, int]], cuts: Sequence[tuple[int, int]], after: int
     ) -> tuple[Series, Series | None]:
-        """A copy of each interval of layers, in order: the first is under way, the others are prepared.
-
-        Waits for an earlier copy if too many are under way.
-        """
+        """A copy of each interval of layers: the first under way, others prepared, after an earlier one if too many."""
         table = self._tables.get(program.ops, (), lambda: self.copier.prepare(program, *sides))
         while self._flying and (len(self._flying) > _LAUNCHES - 2 or self._flying[0].finish().done):
             self._flying.popleft().finish().wait()

@@ -84,10 +84,7 @@ _NEVER = sys.maxsize
 
 
 def long_runs(measured: Sequence[Measured]) -> int | None:
-    """For `CudaTransport(long=...)`: the bytes from which the copy engine is no slower for a run than the kernel.
-
-    This holds between any two GPUs; it exceeds any run if the engine is always slower. None if nothing was measured.
-    """
+    """The bytes from which no run is slower by the copy engine, for `CudaTransport(long=...)`; None: not measured."""
     longest = []
     for engine in measured:
         if (engine.transport, engine.way) == ("cuda", "engine") and engine.source != engine.sink:

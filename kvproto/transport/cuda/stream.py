@@ -52,10 +52,7 @@ class ChunkCopies:
 
 
 class StreamSide:
-    """One side of a rank pair, shared by its streams; `addresses` and `lengths` of its regions are by region id.
-
-    Raises OUT_OF_REGION if the operations leave the regions.
-    """
+    """One side of a rank pair, shared by its streams, with its regions by id; raises OUT_OF_REGION for operations."""
 
     def __init__(
         self, program: CopyProgram, side: Side, addresses: Mapping[int, int], lengths: Mapping[int, int]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from kvproto.copying.program import CopyProgram, Runs
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, bad
 from kvproto.transport import base
 from kvproto.transport.cuda.copier import Copier, DeviceCopy
 from kvproto.transport.cuda.driver import has_nvlink
@@ -28,7 +28,7 @@ class CudaTransport(base.Transport):
     ) -> None:
         long = LONG if long is None else long
         if background < 1:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "background", "at least 1", str(background))
+            raise bad("background", "at least 1", background)
         self.copier = Copier(device, blocks, _LAUNCHES, long=long)
         self._background = Copier(device, min(background, self.copier.blocks), _LAUNCHES, long=long)
         """A separate copier, so that urgent copies do not queue behind background ones."""

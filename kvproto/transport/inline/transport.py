@@ -1,7 +1,4 @@
-"""Transport `inline`: a source packs bytes into Data of the session, and the sink unpacks them into its own pages.
-
-It maps nothing and needs no library, so it works between any two hosts, on host memory only.
-"""
+"""Transport `inline`: bytes in Data of the session, between any two hosts, on host memory only; it maps nothing."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -40,7 +37,6 @@ class DataPiece:
     last: bool
 
     def notice(self, session: int, sequence: int) -> Data:
-        """The message that carries them."""
         data = bytes(self.data)
         return Data(session=session, sequence=sequence, offset=self.offset, data=data, last=self.last)
 
@@ -71,7 +67,6 @@ class InlineStream(OutgoingStream):
 
     @property
     def stream(self) -> "InlineStream":
-        """Itself."""
         return self
 
     @property
@@ -96,7 +91,6 @@ class InlineStream(OutgoingStream):
         self._at += size
 
     def take(self) -> list[DataPiece]:
-        """As `Stream.take`."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -126,11 +120,7 @@ class InlineReceiver:
         self._streams[sequence] = IncomingStream(packer)
 
     def data(self, data: Data) -> None:
-        """Unpack the next bytes; those of a transfer that is not open are dropped.
-
-        Raises OUT_OF_RANGE for bytes that are not the next of the stream (KVP-INL-NEXT), FIELD_CONFLICT for a wrong
-        `last` (KVP-INL-LAST); no page is touched then.
-        """
+        """Unpack the next bytes of an open transfer; raises OUT_OF_RANGE or FIELD_CONFLICT (KVP-INL-NEXT, -LAST)."""
         stream = self._streams.get(data.sequence)
         if stream is None:
             return

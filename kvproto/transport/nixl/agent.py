@@ -121,7 +121,7 @@ class Peer(Slotted):
     def write(self, source: ByteRange, to: ByteRange) -> Write:
         """Post one write of memory inside a `Registered` to memory of this peer, of equal length."""
         if source.length != to.length:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{source.length} bytes", f"{to.length} bytes", "")
+            raise bad("", f"{source.length} bytes", f"{to.length} bytes")
         slots = None
         own = source.owner
         if to.owner is self and isinstance(own, Registered) and own.agent is self.agent:
@@ -210,20 +210,14 @@ class Write:
 
 
 class Transfers:
-    """The transfers that NIXL has for one agent: under way, cached to be posted again, or stuck; and its peers.
-
-    It calls `signal` when a write is over. Nothing here locks, because callers have the agent's turn.
-    """
+    """The transfers of one agent and its peers, without locks; `signal` is called when a write is over."""
 
     def __init__(self, nixl: Nixl, signal: Callable[[], None]) -> None:
         self.nixl, self._signal = nixl, signal
         self.posted: dict[Write, None] = {}
         """Writes that are under way."""
         self.cached: dict[SlotPair, int] = {}
-        """Handles of transfers from slot to slot that are not under way, the least recently used first.
-
-        Making one costs more than posting it.
-        """
+        """Transfers from slot to slot that may be posted again, which costs less; least recently used first."""
         self.peers: dict[str, tuple[bytes, list[Peer]]] = {}
         """By name of an agent: what connects to it, and its memory."""
         self._stuck: list[int] = []
@@ -376,11 +370,7 @@ def _unreachable(path: str, reason: str, advice: str) -> RemoteError:
 
 
 class Agent:
-    """A rank's NIXL agent; close it, or use it in a `with` block.
-
-    With `eager`, posting or polling a write advances NIXL. Raises NO_TRANSPORT if NIXL is not installed,
-    TRANSPORT_FAILED if UCX cannot start.
-    """
+    """A rank's NIXL agent, to be closed; if `eager`, callers advance it. Raises NO_TRANSPORT, TRANSPORT_FAILED."""
 
     _transfers: Transfers
     """Made by the thread, and used by the thread that has the turn, until `_ended`."""
@@ -419,10 +409,7 @@ class Agent:
         self.close()
 
     def register(self, memory: ByteRange | Any, slot_bytes: int = 0) -> Registered:
-        """Register memory, or a contiguous buffer; with `slot_bytes` as staging memory of slots of that size.
-
-        Raises OUT_OF_RANGE if no slot fits, TRANSPORT_FAILED if NIXL refuses the memory.
-        """
+        """Register memory, in slots of `slot_bytes` if set; raises OUT_OF_RANGE without a slot, TRANSPORT_FAILED."""
         bytes_ = memory if isinstance(memory, ByteRange) else ByteRange.of(memory)
         most = min(bytes_.length, 0xFFFF_FFFF)
         if not 0 <= slot_bytes <= most:
@@ -533,10 +520,7 @@ class Agent:
     # any thread
 
     def advance(self, write: Write | None = None) -> None:
-        """In an eager agent, run queued jobs and poll one write, as its thread polls all of them.
-
-        It waits for its turn; the thread that has the turn needs the GIL, which waiting releases.
-        """
+        """Run an eager agent's queued jobs and poll one write; waiting for its turn releases the GIL."""
         if not self.eager:
             return
         with self._nixl_lock:
@@ -577,7 +561,6 @@ class Agent:
         return answer.result()
 
     def begin(self, write: Write, postings: Callable[[], Sequence[Posting]]) -> Write:
-        """Post a write in its turn."""
 
         def job() -> None:
             self._posted_lately = self.eager

@@ -1,7 +1,4 @@
-"""Times transport `nixl` between two processes of this host: a descriptor for each run, and packed into staging slots.
-
-`python -m kvproto.transport.nixl.bench FD MEMORY PLACE` is the peer; it ends when the other end of its socket does.
-"""
+"""Times transport `nixl` in two processes, written and packed; the peer is `-m kvproto.transport.nixl.bench`."""
 
 import contextlib
 import multiprocessing.connection

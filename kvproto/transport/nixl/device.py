@@ -56,10 +56,7 @@ class DeviceBackend(MemoryBackend):
         self._side(program, side, memory)
 
     def packer(self, program: CopyProgram, side: Side, memory: Regions, after: Sequence[int] = ()) -> DeviceStream:
-        """One side's end of a program's stream; the first chunk waits for the events `after`.
-
-        Raises OUT_OF_REGION, POOL_MOVED.
-        """
+        """One side's end of a program's stream, which begins after events; raises OUT_OF_REGION, POOL_MOVED."""
         table = StreamTable(self._side(program, side, memory), program.maps)
         buffers = self._unused(*table.sizes)
         size = table.write(buffers.view, buffers.image.address, buffers.rows.address)

@@ -16,10 +16,7 @@ from kvproto.wire.enums import ErrorCode, MemoryKind, Proof
 def descriptors(
     program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]
 ) -> dict[tuple[int, int], tuple[IntArray, IntArray, IntArray]]:
-    """By pair of regions: the source addresses, sink addresses and bytes of all runs, each an array [runs].
-
-    `sources` and `sinks` are the addresses of regions by id.
-    """
+    """Source addresses, sink addresses and bytes [runs] of all runs, by pair of regions at these addresses."""
     pieces: dict[tuple[int, int], list[tuple[IntArray, IntArray, IntArray]]] = {}
     for op in program.ops:
         rows = program.maps[op["map"]]
@@ -128,11 +125,7 @@ DEVICE_FLOOR = 8e9
 
 
 def probe(source: Registered, peer: Peer, bytes_: int = 64 << 20, timeout: float = 30.0) -> float:
-    """The best of three rates of writing a peer's staging slots, in bytes a second; before any slot is granted.
-
-    NIXL does not say which of UCX's transports carries a write, so the rate tells. Overwrites staging memory, never
-    pages. Raises OUT_OF_RANGE without slots, DEADLINE after `timeout` seconds, and what a write raises.
-    """
+    """The best rate of three writes to staging slots, in bytes a second; raises OUT_OF_RANGE, DEADLINE, as a write."""
     if not peer.slots:
         raise bad(peer.path, "staging slots", "none", "probe staging memory only")
     size = min(peer.memory.length, source.memory.length, bytes_)

@@ -16,8 +16,8 @@ import attrs
 import msgpack
 import numpy as np
 
-from kvproto.errors import LocalError
-from kvproto.wire.enums import ErrorCode, MemoryKind
+from kvproto.errors import bad
+from kvproto.wire.enums import MemoryKind
 
 _MAGIC = b"KVNX\x01"
 _HEAD = len(_MAGIC) + 32
@@ -49,7 +49,7 @@ class ByteRange:
     def part(self, offset: int, length: int) -> "ByteRange":
         """Bytes [offset, offset + length); raises OUT_OF_RANGE beyond."""
         if not 0 <= offset <= offset + length <= self.length:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{self.length} bytes", f"{offset} to {offset + length}", "")
+            raise bad("", f"{self.length} bytes", f"{offset} to {offset + length}")
         buffer = None if self.buffer is None else self.buffer[offset : offset + length]
         return ByteRange(self.address + offset, length, self.kind, self.device, buffer)
 

@@ -43,10 +43,7 @@ class _NixlProvider(Provider):
 
 
 def costs_of(measured: Sequence[Measured], gpus: bool) -> Costs | None:
-    """For `NixlTransport(mode=...)`: the costs of descriptors and of packing, on the slowest pair of GPUs or the host.
-
-    None if either was not measured.
-    """
+    """Costs for `NixlTransport(mode=...)`, of the slowest pair of GPUs or the host; None if they were not measured."""
     candidates = []
     for direct in measured:
         within = gpus and direct.source == direct.sink

@@ -89,11 +89,7 @@ class NixlTransport(base.Transport):
     def expose(
         self, memory: base.Regions, next_id: int, program: CopyProgram, runs: Callable[[], Runs]
     ) -> base.Exposure:
-        """Register the pages, or leave their handles empty and register fresh staging slots (KVP-REG-STAGING).
-
-        Pages of a GPU come with staging memory to measure the link with. Staging memory is kept until the delivery is
-        closed, as the peer may write it until then.
-        """
+        """Register the pages, or leave their handles empty and register fresh staging slots (KVP-REG-STAGING)."""
         for region in memory.values():
             self.backend.of(region)
         if self._renewing:
@@ -122,10 +118,7 @@ class NixlTransport(base.Transport):
     def connect(
         self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
     ) -> base.Connection:
-        """Reach the peer's pages, or learn that they are behind staging slots; check that GPUs are reached fast.
-
-        Raises NO_TRANSPORT (KVP-REG-STAGING, or to read), TRANSPORT_FAILED for a slow link.
-        """
+        """Reach the peer's pages or staging slots, checking the link; raises NO_TRANSPORT or TRANSPORT_FAILED."""
         if not writes:
             raise RemoteError(ErrorCode.NO_TRANSPORT, "regions[0].handles", "a transport that reads", "NIXL", "push")
         ours = {r.id for r in regions if any(h.transport == TransportCode.NIXL for h in r.handles)}
@@ -293,7 +286,6 @@ class StagedCopy(StagedSender):
 
     @property
     def stream(self) -> "StagedCopy":
-        """Itself."""
         return self
 
     @property
@@ -313,6 +305,5 @@ class StagedCopy(StagedSender):
         self._coming.append((layers, after))
 
     def take(self) -> list[ChunkPiece]:
-        """As `Stream.take`."""
         pieces, self._pieces = self._pieces, []
         return pieces

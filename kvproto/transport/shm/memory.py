@@ -36,10 +36,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class SharedMapping:
-    """The first `length` bytes of a file, mapped until the last view of them is gone; raises OSError.
-
-    It holds no descriptor, unlike Python's mmap, which keeps a duplicate for as long as the mapping lives.
-    """
+    """The first `length` bytes of a file, mapped without a descriptor until their last view is gone; raises OSError."""
 
     def __init__(self, fd: int, length: int) -> None:
         address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
@@ -246,11 +243,7 @@ _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def allocatable_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int | None:
-    """The bytes that would be free if every cache were dropped and swap were full; None if the kernel does not say.
-
-    It is never less than what can be allocated, unless others free memory meanwhile. The limits of the memory cgroups
-    that this process is in count too.
-    """
+    """The bytes that can be allocated at most, as the kernel and memory cgroups say; None if they do not."""
     memory = _table(proc / "meminfo", 1024)
     swap = memory.get("SwapFree", 0)
     limits = []

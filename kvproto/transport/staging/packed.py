@@ -99,7 +99,6 @@ class OutgoingStream:
 
     @property
     def left(self) -> int:
-        """Bytes that have not been started."""
         return self.bytes - self._at
 
     def mark_ready(self, layers: Collection[Layer] | None, after: Sequence[int] = ()) -> None:
@@ -147,10 +146,7 @@ class _CompletedCopy(PendingCopy):
 
 
 class StreamColumns:
-    """The columns of one rank pair's operations on one side, in order; `lengths` has the bytes of its regions, by id.
-
-    Raises OUT_OF_REGION if the operations leave the regions.
-    """
+    """The columns of one side's operations, in order, in regions of these lengths; raises OUT_OF_REGION."""
 
     def __init__(self, program: CopyProgram, side: Side, lengths: Mapping[int, int]) -> None:
         ops = program.ops[np.lexsort([program.ops[n] for n in ("lo", "map", "part", "layer", "model")])]
@@ -225,10 +221,7 @@ class Order:
 
 
 class PackedStream(Packer):
-    """One side's end of the packed stream of one program; the cost of a chunk does not depend on the other chunks.
-
-    `regions` are this side's, by id. Raises OUT_OF_REGION if the program leaves its pools or their memory.
-    """
+    """One side's end of the packed stream of a program; raises OUT_OF_REGION if it leaves pools or `regions`."""
 
     def __init__(self, program: CopyProgram, side: Side, regions: Mapping[int, memoryview]) -> None:
         self._side = side

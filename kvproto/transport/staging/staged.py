@@ -58,7 +58,6 @@ class ChunkPiece:
     last: bool
 
     def notice(self, session: int, sequence: int) -> Chunk:
-        """The notice to send."""
         return Chunk(session=session, sequence=sequence, **attrs.asdict(self))
 
 
@@ -66,10 +65,7 @@ class ChunkPiece:
 
 
 class StagedLink(PackedLink):
-    """A source's slots, and the slots that the sink of one session has granted, for all transfers of the session.
-
-    Raises OUT_OF_RANGE if either side has fewer than three slots.
-    """
+    """A source's slots and those granted by the sink of a session; raises OUT_OF_RANGE for fewer than three."""
 
     kind = CreditKind.STAGING
 
@@ -107,9 +103,7 @@ class StagedLink(PackedLink):
         return slot
 
     def leave(self, slot: int, named: bool) -> None:
-        """Release a slot that nothing writes any more: the sink may grant it again if a Chunk names it (`named`), and
-        otherwise it serves the next piece, if it is granted.
-        """
+        """Release a slot that nothing writes: for another grant if a Chunk names it, or else for the next piece."""
         self._used.discard(slot)
         if named:
             self._away.add(slot)
@@ -240,10 +234,7 @@ class _StagedStream(IncomingStream):
 
 
 class StagedReceiver:
-    """A sink's slots for the source of one session; transfers are named by sequence.
-
-    Raises OUT_OF_RANGE if there are fewer than three slots.
-    """
+    """A sink's slots for transfers, by sequence, of one session's source; raises OUT_OF_RANGE for fewer than three."""
 
     kind: ClassVar[CreditKind] = CreditKind.STAGING
 
@@ -274,11 +265,7 @@ class StagedReceiver:
         self._streams[sequence] = _StagedStream(packer)
 
     def chunk(self, chunk: Chunk) -> None:
-        """Begin to unpack a Chunk; a chunk of a transfer that is not open only frees its slot.
-
-        Raises CREDIT for a slot that was not granted (KVP-STG-BEYOND), OUT_OF_RANGE for bytes that are not the next of
-        the stream, FIELD_CONFLICT for a wrong `last`.
-        """
+        """Unpack a Chunk, or free a stale one's slot; raises CREDIT (KVP-STG-BEYOND), OUT_OF_RANGE, FIELD_CONFLICT."""
         if chunk.slot not in self._granted:
             raise RemoteError(ErrorCode.CREDIT, "slot", f"granted {sorted(self._granted)}", str(chunk.slot), "")
         self._granted.remove(chunk.slot)
@@ -316,7 +303,6 @@ class StagedReceiver:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being unpacked."""
         return any(stream.unpacking for stream in self._streams.values())
 
     def complete(self, sequence: int) -> bool:

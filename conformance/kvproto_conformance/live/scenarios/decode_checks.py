@@ -14,7 +14,7 @@ from kvproto_conformance.live import world
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.lax import lax_frame, raw_frame
 from kvproto_conformance.live.scenario import scenario
-from kvproto_conformance.live.scenarios.decode_hostile import begun, leave, not_offered
+from kvproto_conformance.live.scenarios.decode_hostile import leave, not_offered
 from kvproto_conformance.live.source import Source
 from kvproto_conformance.live.wire import free_address
 
@@ -51,8 +51,7 @@ def _other_sessions(run: DecodeRun) -> None:
 @scenario("LIVE-862", "Ping and Goodbye before Welcome", "KVP-SES-OTHER", role="sink", level="L4",
           guards="What an earlier run of prefill still had to say ends the session with the next one.")  # fmt: skip
 def _before_welcome(run: DecodeRun) -> None:
-    (source,) = run.source()
-    run.connect(source)
+    source = run.connected()
     hello = source.expect("Hello", clause="KVP-NEG-VERSION")
     source.misstate("Ping", session="77")
     source.misstate("Goodbye", session="77", reason="over")
@@ -66,8 +65,7 @@ def _before_welcome(run: DecodeRun) -> None:
 @scenario("LIVE-863", "a second Welcome, to another session", "KVP-SES-ANSWERED", role="sink", guards=_ANOTHER,
           level="L4")  # fmt: skip
 def _second_welcome(run: DecodeRun) -> None:
-    (source,) = run.source()
-    run.connect(source)
+    source = run.connected()
     source.welcome()
     source.wire.send(write_frame("Welcome", source.last["Welcome"].fields | {"session": "12345"}))
     source.describe()
@@ -145,7 +143,7 @@ for _id, _title, _wrong, _codes, _clause in (
 @scenario("LIVE-870", "a Done that is refused is not acknowledged", "KVP-TRN-REFUSE", role="sink", level="L4",
           guards="Prefill frees what decode has refused.")  # fmt: skip
 def _not_acknowledged(run: DecodeRun) -> None:
-    source, prompt, asked = begun(run)
+    source, prompt, asked = run.begun()
     source.move(asked, prompt.seed)
     good = source.done_fields(asked, run.handed(source, prompt), prompt.seed)
     id = source.misstate("Done", **(good | asked.of | {"writer": "5"}))
@@ -160,20 +158,19 @@ def _not_acknowledged(run: DecodeRun) -> None:
 @scenario("LIVE-871", "Done of a sequence that differs above 32 bits", "KVP-SES-STATE",
           role="sink", guards=_ANOTHER, level="L4")  # fmt: skip
 def _another(run: DecodeRun) -> None:
-    source, prompt, asked = begun(run)
+    source, prompt, asked = run.begun()
     good = source.done_fields(asked, run.handed(source, prompt), prompt.seed)
     sequence = asked.of["sequence"]
     id = source.misstate("Done", **(good | {"sequence": str(int(sequence) + 2**32)}))
     source.expect("Error", where=_under(id), clause="KVP-SES-STATE")
     waiting = run.state(prompt, 0.1)
     run.check("still waiting", waiting["state"] == "waiting", str(waiting), "KVP-ERR-ALONE")
-    run.deliver(source, asked, prompt)
-    run.arrived(prompt)
+    run.delivered(source, asked, prompt)
 
 
 def _done(change: Callable[[Json], Json], code: str, clause: str) -> Any:
     def script(run: DecodeRun) -> None:
-        source, prompt, asked = begun(run)
+        source, prompt, asked = run.begun()
         source.move(asked, prompt.seed)
         good = source.done_fields(asked, run.handed(source, prompt), prompt.seed)
         id = source.misstate("Done", **(good | asked.of | change(good)))
@@ -204,8 +201,7 @@ def _sums(run: DecodeRun) -> None:
     run.chosen(source)
     number, upto = 0, 1
     while number < upto:
-        prompt = run.prompt()
-        run.fetch(source, prompt)
+        prompt = run.fetched(source)
         asked = run.asked(source, prompt)
         source.move(asked, prompt.seed)
         good = source.done_fields(asked, run.handed(source, prompt), prompt.seed)
@@ -286,8 +282,7 @@ def _no_row(run: DecodeRun) -> None:
 @scenario("LIVE-881", "a source that takes short bodies alone", "KVP-FRAME-W-LENGTH", role="sink", level="L4",
           guards="A message that its reader has not the room for ends the connection.")  # fmt: skip
 def _short_bodies(run: DecodeRun) -> None:
-    (source,) = run.source()
-    run.connect(source)
+    source = run.connected()
     source.welcome(limits={"max_body": "100", "max_transfers": "64"})
     heard = [frame.name for frame in source.silence(0.2)]
     run.check("no longer body", "Describe" not in heard, str(heard), "KVP-FRAME-W-LENGTH")
@@ -296,7 +291,7 @@ def _short_bodies(run: DecodeRun) -> None:
 
 def _stream(offset: int, late: bool, code: str, clause: str) -> Any:
     def script(run: DecodeRun) -> None:
-        source, prompt, asked = begun(run)
+        source, prompt, asked = run.begun()
         begins = [{"group": source.routes()[0]["group"], "first": "16"}] if late else None
         raw = source.packed(asked, prompt.seed)
         source.take_credit(len(raw))
@@ -331,8 +326,7 @@ def _runs(run: DecodeRun) -> None:
     run.connect(source)
     for later in (0, 4 << 20):
         source.incarnation = first + later
-        prompt = run.prompt()
-        run.fetch(source, prompt)
+        prompt = run.fetched(source)
         source.total = source.sent = 0
         source.ready()
         run.deliver(source, run.asked(source, prompt), prompt)

@@ -10,7 +10,7 @@ from typing import Any
 from kvproto_conformance.live import world
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.scenario import Prompt, scenario
-from kvproto_conformance.live.scenarios.decode_hostile import begun, leave
+from kvproto_conformance.live.scenarios.decode_hostile import leave
 from kvproto_conformance.live.source import Asked, Source
 
 Json = dict[str, Any]
@@ -24,7 +24,7 @@ _LATER = "A session that is opened again goes on with the numbers of the one bef
 
 def _begun(run: DecodeRun) -> tuple[Source, Prompt, Asked]:
     """A fetch that the source has accepted; the engine has read that."""
-    found = begun(run)
+    found = run.begun()
     found[0].ask("Ping", "Pong")
     return found
 
@@ -115,14 +115,12 @@ def _again(run: DecodeRun) -> None:
     source = run.one()
     run.hand_over([source])
     leave(run, source)
-    prompt = run.prompt()
-    run.fetch(source, prompt)
+    prompt = run.fetched(source)
     source.total = source.sent = 0
     source.ready()
     asked = run.asked(source, prompt)
     run.check("begins anew", asked.of["sequence"] == "1", asked.of["sequence"], "KVP-TRN-SEQUENCE")
-    run.deliver(source, asked, prompt)
-    run.arrived(prompt)
+    run.delivered(source, asked, prompt)
 
 
 scenario("LIVE-338", "after a Goodbye of the source, sequences begin anew", "KVP-TRN-SEQUENCE", role="sink",
@@ -191,8 +189,7 @@ def _one_goes(run: DecodeRun) -> None:
 
 @scenario("LIVE-347", "a Transfer is answered by Failed", "KVP-END-FAILED", role="sink", guards=_LOST)
 def _failed(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
+    source, prompt = run.fetching()
     asked = source.asked()
     source.reply(asked.frame, "Failed", code="CONTENT_MISMATCH", path="content", mine="another", yours="this one")
     id = asked.frame.fields["request"]
@@ -204,8 +201,7 @@ def _failed(run: DecodeRun) -> None:
 
 @scenario("LIVE-348", "Abort of a Transfer that was not answered", "KVP-END-FAILED", role="sink", guards=_PAGES)
 def _unanswered(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
+    source, prompt = run.fetching()
     asked = source.asked()
     run.engine.ask("abort", id=prompt.id)
     abort = source.expect("Abort", clause="KVP-END-FAILED")
@@ -221,8 +217,7 @@ def _crossed(run: DecodeRun) -> None:
     source = run.one()
     source.ids = 1 << 20  # a Failed under the id of a Transfer would answer that
     for name in ("Done", "Failed"):
-        prompt = run.prompt()
-        run.fetch(source, prompt)
+        prompt = run.fetched(source)
         asked = run.asked(source, prompt)
         source.ask("Ping", "Pong")
         source.move(asked, prompt.seed)
@@ -272,15 +267,13 @@ def _unproven(run: DecodeRun) -> None:
         again = sorted(held & {item for each in named for item in _items(each)})
         run.check("other items", not again, str(again), "KVP-END-REUSE")
         for each, found in zip(more, named, strict=True):
-            run.deliver(source, found, each)
-            run.arrived(each)
+            run.delivered(source, found, each)
 
 
 @scenario("LIVE-352", "Describe, Register and Abort that are not answered come again", "KVP-SES-RESEND", role="sink",
           guards="One lost frame, and a session is never opened.", slow=True)  # fmt: skip
 def _resent(run: DecodeRun) -> None:
-    (source,) = run.source()
-    run.connect(source)
+    source = run.connected()
     source.welcome()
 
     def twice(name: str) -> Any:
@@ -292,8 +285,7 @@ def _resent(run: DecodeRun) -> None:
     source.describe()
     source.heard.insert(0, twice("Register"))
     source.registered()
-    prompt = run.prompt()
-    run.fetch(source, prompt)
+    prompt = run.fetched(source)
     run.asked(source, prompt)
     run.engine.ask("abort", id=prompt.id)
     source.reply(twice("Abort"), "Drained", proof="PROVEN")
@@ -303,8 +295,7 @@ def _resent(run: DecodeRun) -> None:
 @scenario("LIVE-353", "every answer comes twice", "KVP-SES-ANSWERED", role="sink",
           guards="A copy of an answer is taken for news: the session begins again, or ends.")  # fmt: skip
 def _answers_twice(run: DecodeRun) -> None:
-    (source,) = run.source()
-    run.connect(source)
+    source = run.connected()
     for step, name in zip(_opening(source), ("Welcome", "Description", "Registered"), strict=True):
         step()
         source.wire.send(source.last[name].raw)
@@ -340,8 +331,7 @@ def _incarnation(run: DecodeRun) -> None:
     run.live.restart()
     for each in run.peers:
         each.over()
-    (source,) = run.source()
-    run.connect(source)
+    source = run.connected()
     began = (int(source.welcome().fields["incarnation"]) >> 20) / 1000
     good = begin - 0.002 <= began <= time.time() + 1
     run.check("upper 44 bits", good, f"{began - begin:g} s after it was started", "KVP-SES-INCARNATION")

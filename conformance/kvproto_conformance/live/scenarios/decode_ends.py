@@ -8,7 +8,6 @@ from typing import Any
 
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.scenario import Prompt, scenario
-from kvproto_conformance.live.scenarios.decode_hostile import begun
 from kvproto_conformance.live.source import Asked, Source, this_process
 from kvproto_conformance.live.watch import ENGINE, Frame
 
@@ -51,7 +50,7 @@ def _not_free(run: DecodeRun, source: Source, prompt: Prompt, clause: str) -> No
 @scenario("LIVE-888", "nothing is proven, and then it is: a second Drained", "KVP-SES-ANSWERED", role="sink",
           guards=_KEPT, level="L4", maps=True)  # fmt: skip
 def _second_drained(run: DecodeRun) -> None:
-    source, prompt, _ = begun(run)
+    source, prompt, _ = run.begun()
     abort = _aborted(run, source, prompt)
     source.reply(abort, "Drained", proof="UNPROVABLE")
     run.lost(prompt, "ABORTED", free=False)
@@ -64,7 +63,7 @@ def _second_drained(run: DecodeRun) -> None:
 @scenario("LIVE-905", "Done crosses an Abort, and Drained proves nothing", "KVP-SES-ANSWERED", role="sink",
           guards=_KEPT, level="L4", maps=True)  # fmt: skip
 def _done_crosses(run: DecodeRun) -> None:
-    source, prompt, asked = begun(run)
+    source, prompt, asked = run.begun()
     source.move(asked, prompt.seed)
     abort = _aborted(run, source, prompt)
     source.acknowledged(source.done(asked, run.handed(source, prompt), prompt.seed))
@@ -77,7 +76,7 @@ def _done_crosses(run: DecodeRun) -> None:
 @scenario("LIVE-889", "Drained of another sequence under the id of an Abort", "KVP-SES-STATE", role="sink",
           guards=_PAGES, level="L4", maps=True)  # fmt: skip
 def _drained_of_another(run: DecodeRun) -> None:
-    source, prompt, asked = begun(run)
+    source, prompt, asked = run.begun()
     abort = _aborted(run, source, prompt)
     another = str(int(asked.of["sequence"]) + 1)
     source.misstate("Drained", request=abort.fields["request"], sequence=another, proof="PROVEN")
@@ -92,8 +91,7 @@ def _drained_of_another(run: DecodeRun) -> None:
 @scenario("LIVE-890", "Accepted of another sequence under the id of a Transfer", "KVP-SES-STATE", role="sink",
           guards=_ANOTHER, level="L4", slow=True)  # fmt: skip
 def _accepted_of_another(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
+    source, prompt = run.fetching()
     asked = source.asked()
     another = str(int(asked.of["sequence"]) + 1)
     source.misstate("Accepted", request=asked.frame.fields["request"], sequence=another, state="READY")
@@ -102,14 +100,12 @@ def _accepted_of_another(run: DecodeRun) -> None:
     again = source.asked()
     run.check("the same Transfer", again.frame.fields == asked.frame.fields, str(again.frame.fields), "KVP-ERR-ALONE")
     source.accept(again)
-    run.deliver(source, again, prompt)
-    run.arrived(prompt)
+    run.delivered(source, again, prompt)
 
 
 @scenario("LIVE-891", "a Transfer is answered by Error", "KVP-END-FAILED", role="sink", guards=_HANGS, level="L4")
 def _refused_by_error(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
+    source, prompt = run.fetching()
     asked = source.asked()
     source.send("Error", request=asked.frame.fields["request"], code="TOO_LARGE", path="grants", mine="1", yours="2")
     source.reply(source.expect("Abort", clause="KVP-END-FAILED"), "Drained", proof="PROVEN")
@@ -121,7 +117,7 @@ def _refused_by_error(run: DecodeRun) -> None:
           level="L4")  # fmt: skip
 def _unknown(run: DecodeRun) -> None:
     """It says so of an Abort, and another transfer is under way; a sink that can resume goes on with that."""
-    source, prompt, asked = begun(run)
+    source, prompt, asked = run.begun()
     given_up = run.prompt()
     run.fetch(source, given_up)
     run.asked(source, given_up)
@@ -133,8 +129,7 @@ def _unknown(run: DecodeRun) -> None:
         source.reply(hello, "Welcome", **source.welcomed)
         source.reply(abort, "Drained", proof="PROVEN")
         run.lost(given_up, "ABORTED")
-        run.deliver(source, asked, prompt)
-        run.arrived(prompt)
+        run.delivered(source, asked, prompt)
         return
     found = run.state(prompt, 1.0)
     if not run.check("the session is over", found["state"] == "lost", str(found), "KVP-SES-REVOKED"):
@@ -162,8 +157,7 @@ def _reopens(source: Source) -> Frame | None:
 @scenario("LIVE-893", "the source has heard of a later run of this engine", "KVP-SES-REVOKED", role="sink",
           guards=_HANGS, level="L4")  # fmt: skip
 def _superseded(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
+    source, prompt = run.fetching()
     asked = source.asked()
     said = {"code": "SUPERSEDED", "path": "session", "mine": "a later run", "yours": source.session}
     source.send("Error", request=asked.frame.fields["request"], **said)
@@ -180,7 +174,7 @@ def _superseded(run: DecodeRun) -> None:
 def _late(say: Callable[[DecodeRun, Source, Asked, Prompt, Frame], Json]) -> Any:
     def script(run: DecodeRun) -> None:
         """An Abort is out when the source says Goodbye; what comes afterwards is proof all the same."""
-        source, prompt, asked = begun(run)
+        source, prompt, asked = run.begun()
         abort = _aborted(run, source, prompt)
         session = source.session
         fields = say(run, source, asked, prompt, abort)
@@ -213,7 +207,7 @@ scenario("LIVE-895", "Done after the session has ended", "KVP-SES-OTHER", role="
 @scenario("LIVE-896", "Abort goes on after the session has ended", "KVP-END-LATE", role="sink", guards=_KEPT,
           level="L4", must=False, slow=True)  # fmt: skip
 def _asks_on(run: DecodeRun) -> None:
-    source, prompt, _ = begun(run)
+    source, prompt, _ = run.begun()
     source.goodbye()
     run.lost(prompt, "PEER_LOST", free=False)
     source.reply(source.expect("Abort", clause="KVP-END-LATE"), "Drained", proof="PROVEN")
@@ -232,8 +226,7 @@ def _of_another(change: Callable[[Json], Json]) -> Any:
                 source.describe()
                 process = this_process(writer.pid)
                 source.registered(process=process | change(process))
-                prompt = run.prompt()
-                run.fetch(source, prompt)
+                prompt = run.fetched(source)
                 run.asked(source, prompt)
                 abort = _aborted(run, source, prompt)
                 source.reply(abort, "Drained", proof="UNPROVABLE")
@@ -262,8 +255,7 @@ for _id, _what, _change in (
 @scenario("LIVE-900", "a source that takes one transfer at a time", "KVP-TRN-SEQUENCE", role="sink", level="L4",
           guards="Prefill refuses what is beyond its limit, and the requests are lost.")  # fmt: skip
 def _one_at_a_time(run: DecodeRun) -> None:
-    (source,) = run.source()
-    run.connect(source)
+    source = run.connected()
     source.welcome(limits={"max_body": str(1 << 24), "max_transfers": "1"})
     source.describe()
     source.registered()
@@ -273,8 +265,7 @@ def _one_at_a_time(run: DecodeRun) -> None:
     run.fetch(source, second)
     heard = [frame.name for frame in source.silence(0.3)]
     run.check("no second Transfer", "Transfer" not in heard, str(heard), "KVP-TRN-SEQUENCE")
-    run.deliver(source, asked, first)
-    run.arrived(first)
+    run.delivered(source, asked, first)
     if run.state(second, 0.0)["state"] == "lost":
         run.lost(second, "BUSY")
     else:

@@ -42,8 +42,7 @@ def _intent(run: DecodeRun) -> None:
     run.check("nothing said", not early, str([frame.name for frame in early]), "KVP-INT-ITEMS")
     source.progress(asked, "READY")
     source.granted(asked)
-    run.deliver(source, asked, prompt)
-    run.arrived(prompt)
+    run.delivered(source, asked, prompt)
 
 
 @scenario("LIVE-1102", "Accepted says at once that prefill is over", "KVP-INT-ITEMS", role="sink", guards=_TIED,
@@ -53,8 +52,7 @@ def _at_once(run: DecodeRun) -> None:
     run.fetch(source, prompt, intent=True)
     asked = run.asked(source, prompt)
     source.granted(asked)
-    run.deliver(source, asked, prompt)
-    run.arrived(prompt)
+    run.delivered(source, asked, prompt)
 
 
 @scenario("LIVE-1103", "Done of a request of which no item was granted", "KVP-INT-DONE", role="sink", guards=_TIED,
@@ -95,8 +93,7 @@ def _unanswered(run: DecodeRun) -> None:
     source.progress(asked, "READY")
     grant = source.expect("Grant", clause="KVP-INT-ITEMS")
     source.place(asked, [given | {"items": given.get("items", [])} for given in grant.fields["grants"]])
-    run.deliver(source, asked, prompt)
-    run.arrived(prompt)
+    run.delivered(source, asked, prompt)
     late = source.silence(2.5)
     run.check("no Grant again", not late, str([frame.name for frame in late]), "KVP-SES-RESEND")
     run.hand_over([source])
@@ -110,8 +107,7 @@ def _spans(run: DecodeRun) -> None:
     run.check("nothing said", not early, str([frame.name for frame in early]), "KVP-INT-ITEMS")
     source.progress(asked, "RUNNING", 20)
     source.granted(asked, spans=True)
-    run.deliver(source, asked, prompt)
-    run.arrived(prompt)
+    run.delivered(source, asked, prompt)
 
 
 @scenario("LIVE-1131", "the pool moves while a request is under way", "KVP-EPO-RISE", "KVP-EPO-FREE", role="sink",
@@ -125,8 +121,7 @@ def _moves(run: DecodeRun) -> None:
     source.registered()
     back = source.expect("Unregister", clause="KVP-EPO-FREE")
     run.check("of the old epoch", back.fields["epoch"] == "1", back.fields["epoch"], "KVP-EPO-FREE")
-    run.deliver(source, asked, prompt)
-    run.arrived(prompt)
+    run.delivered(source, asked, prompt)
     held = run.engine.ask("returned", seconds=0.2)
     run.check("not free yet", not held["free"], "free before Unregistered", "KVP-EPO-FREE")
     run.check("still there", all(holds(run.engine.pids, n) for n in before), "the memory is gone", "KVP-EPO-FREE")
@@ -242,10 +237,8 @@ def _keys(run: DecodeRun) -> None:
 
 def _unheard(keys: Any) -> Any:
     def script(run: DecodeRun) -> None:
-        (source,) = run.source(keys=keys())
-        run.connect(source)
-        prompt = run.prompt()
-        run.fetch(source, prompt)
+        source = run.connected(keys=keys())
+        prompt = run.fetched(source)
         heard = source.silence(0.5)
         run.check("no word", not heard, str([frame.name for frame in heard]), "KVP-NET-KEY")
         found = run.state(prompt, 0.1)

@@ -10,7 +10,7 @@ from kvproto_conformance.codec.facts import ENUMS
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.lax import lax_body, raw_frame
 from kvproto_conformance.live.scenario import Prompt, scenario
-from kvproto_conformance.live.source import Asked, Source
+from kvproto_conformance.live.source import Source
 
 Json = dict[str, Any]
 Change = Callable[[Json, Source], Json]
@@ -55,17 +55,9 @@ DONES: list[tuple[str, str, Change, str, str | None, tuple[str, ...], str, str]]
 ]  # fmt: skip
 
 
-def begun(run: DecodeRun, **more: Any) -> tuple[Source, Prompt, Asked]:
-    """A fetch that the source has accepted."""
-    source, prompt = run.one(**more), run.prompt()
-    run.fetch(source, prompt)
-    return source, prompt, run.asked(source, prompt)
-
-
 def leave(run: DecodeRun, source: Source) -> None:
     """Say Goodbye amid a request, and wait until the engine has heard it."""
-    prompt = run.prompt()
-    run.fetch(source, prompt)
+    prompt = run.fetched(source)
     run.asked(source, prompt)
     source.goodbye()
     run.lost(prompt, "PEER_LOST", free=False)
@@ -87,7 +79,7 @@ def given_up(run: DecodeRun, source: Source, prompt: Prompt, codes: tuple[str, .
 def _done(change: Change, code: str, path: str | None, codes: tuple[str, ...], clause: str) -> Any:
     def script(run: DecodeRun) -> None:
         """The lie is refused, or found when bytes are compared; the request is lost, and the next is not."""
-        source, prompt, asked = begun(run, offered=["VERIFY"])
+        source, prompt, asked = run.begun(offered=["VERIFY"])
         source.move(asked, prompt.seed)
         good = source.done_fields(asked, run.handed(source, prompt), prompt.seed)
         changed = {k: v for k, v in (good | change(good, source)).items() if v is not None}
@@ -125,7 +117,7 @@ for _id, _what, _change, _code, _path, _codes, _clause, _guards in DONES:
 @scenario("LIVE-811", "a byte that changes before Done", "KVP-VERIFY-SINK", role="sink", guards=_BYTES, level="L4",
           extensions=("VERIFY",))  # fmt: skip
 def _flipped(run: DecodeRun) -> None:
-    source, prompt, asked = begun(run, offered=["VERIFY"])
+    source, prompt, asked = run.begun(offered=["VERIFY"])
     source.move(asked, prompt.seed)
     source.flip(asked)
     source.acknowledged(source.done(asked, run.handed(source, prompt), prompt.seed))
@@ -156,8 +148,7 @@ WELCOMES: list[tuple[str, str, Json, str]] = [
 def _welcome(changes: Json, clause: str) -> Any:
     def script(run: DecodeRun) -> None:
         """The engine ends the session, and another source is served."""
-        (source,) = run.source()
-        run.connect(source)
+        source = run.connected()
         source.welcome(**changes)
         _no_next(run, source, "Describe", clause)
 
@@ -172,8 +163,7 @@ for _id, _what, _welcomed, _clause in WELCOMES:
 @scenario("LIVE-834", "a Description whose digest is another's", "KVP-DSC-DIGEST", role="sink", guards=_ROUTES,
           level="L4")  # fmt: skip
 def _digest(run: DecodeRun) -> None:
-    (source,) = run.source()
-    run.connect(source)
+    source = run.connected()
     source.welcome()
     source.describe(digest="66" * 32)
     _no_next(run, source, "Register", "KVP-DSC-DIGEST")
@@ -181,25 +171,21 @@ def _digest(run: DecodeRun) -> None:
 
 @scenario("LIVE-835", "a Registered with another plan digest", "KVP-REG-CHECK", role="sink", guards=_ROUTES, level="L4")
 def _plan(run: DecodeRun) -> None:
-    (source,) = run.source()
-    run.connect(source)
+    source = run.connected()
     source.welcome()
     source.describe()
     source.registered(plan="77" * 32)
-    prompt = run.prompt()
-    run.fetch(source, prompt)
+    run.fetched(source)
     _no_next(run, source, "Transfer", "KVP-REG-CHECK")
 
 
 @scenario("LIVE-836", "a Registered without a route", "KVP-REG-CHECK", role="sink", guards=_ROUTES, level="L4")
 def _route(run: DecodeRun) -> None:
-    (source,) = run.source()
-    run.connect(source)
+    source = run.connected()
     source.welcome()
     source.describe()
     source.registered(routes=source.routes()[:1])
-    prompt = run.prompt()
-    run.fetch(source, prompt)
+    run.fetched(source)
     _no_next(run, source, "Transfer", "KVP-REG-CHECK")
 
 
@@ -232,8 +218,7 @@ def _junk(run: DecodeRun) -> None:
           guards="An address goes to the socket library as it is, and ends the engine.", level="L4")  # fmt: skip
 def _addresses(run: DecodeRun) -> None:
     for address in ("tcp://999.1.1.1:5", "tcp://127.0.0.1:http", "ipc://" + "x" * 200, "udp://1.2.3.4:5", ""):
-        (source,) = run.source()
-        run.connect(source)
+        source = run.connected()
         endpoints = [{"rank": "0", "address": source.endpoints[0]}, {"rank": "1", "address": address}]
         source.welcome(endpoints=endpoints)
         source.silence(0.05)
@@ -243,7 +228,7 @@ def _addresses(run: DecodeRun) -> None:
 @scenario("LIVE-840", "an Error NOT_ALLOWED that answers nothing", "KVP-SES-REVOKED", role="sink",
           guards="A key that was revoked goes on.", level="L4")  # fmt: skip
 def _revoked(run: DecodeRun) -> None:
-    source, prompt, _asked = begun(run)
+    source, prompt, _asked = run.begun()
     source.send("Error", code="NOT_ALLOWED", path="", mine="", yours="")
     run.lost(prompt, "NOT_ALLOWED", "PEER_LOST", free=False)
     source.session = ""
@@ -252,7 +237,7 @@ def _revoked(run: DecodeRun) -> None:
 @scenario("LIVE-841", "a Failed with a code that nobody knows", "KVP-ERR-UNKNOWN", role="sink",
           guards="A later version's error ends an engine of today.", level="L4")  # fmt: skip
 def _unknown_code(run: DecodeRun) -> None:
-    source, prompt, asked = begun(run)
+    source, prompt, asked = run.begun()
     failed = source.send("Failed", request=source.next_id(), **asked.of, code={"unknown": "31000"}, path="", mine="",
                          yours="")  # fmt: skip
     source.acknowledged(failed)
@@ -262,15 +247,14 @@ def _unknown_code(run: DecodeRun) -> None:
 @scenario("LIVE-842", "Done of a transfer that nobody asked for", "KVP-SES-STATE", role="sink", guards=_ANOTHER,
           level="L4")  # fmt: skip
 def _unasked(run: DecodeRun) -> None:
-    source, prompt, asked = begun(run)
+    source, prompt, asked = run.begun()
     good = source.done_fields(asked, run.handed(source, prompt), prompt.seed)
     id = source.misstate("Done", **(good | {"sequence": "99"}))
     found = source.expect("Error", where=lambda f: f.get("request") == id, seconds=6.0, clause="KVP-SES-STATE")
     run.check("code", found.fields["code"] in ("UNEXPECTED_MESSAGE", "STALE_TRANSFER"), str(found.fields))
     waiting = run.state(prompt, 0.1)
     run.check("still waiting", waiting["state"] == "waiting", str(waiting), "KVP-ERR-ALONE")
-    run.deliver(source, asked, prompt)
-    run.arrived(prompt)
+    run.delivered(source, asked, prompt)
 
 
 @scenario("LIVE-843", "a source whose run is older than one that was met", "KVP-SES-OLDER", role="sink", level="L4",

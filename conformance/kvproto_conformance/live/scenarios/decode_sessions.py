@@ -30,14 +30,12 @@ def _two_ranks(run: DecodeRun) -> None:
 
 @scenario("LIVE-312", "prefill takes its time", "KVP-TKT-EARLY", role="sink", guards=_LOST)
 def _pending(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
+    source, prompt = run.fetching()
     asked = source.asked()
     source.accept(asked, "PENDING")
     early = source.silence(0.2, but=("Credit",))
     run.check("nothing said", not early, str([frame.name for frame in early]), "KVP-TRN-LONG")
-    run.deliver(source, asked, prompt)
-    run.arrived(prompt)
+    run.delivered(source, asked, prompt)
 
 
 @scenario("LIVE-313", "a fetch that begins behind a prefix which the engine has", "KVP-GRANT-COUNT", role="sink",
@@ -59,9 +57,7 @@ def _lengths(run: DecodeRun) -> None:
 @scenario("LIVE-315", "the first token ends the text", "KVP-TRN-SET", role="sink",
           guards="Decode goes on after the end of the text.")  # fmt: skip
 def _finished(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
-    asked = run.asked(source, prompt)
+    source, prompt, asked = run.begun()
     source.move(asked, prompt.seed)
     done = source.done(asked, run.handed(source, prompt), prompt.seed, outcome="FINISHED")
     source.acknowledged(done)
@@ -72,9 +68,7 @@ def _finished(run: DecodeRun) -> None:
 @scenario("LIVE-316", "Done twice: DoneAck twice", "KVP-SES-REPLY", role="sink",
           guards="A reply that was lost keeps prefill's pages for ever.")  # fmt: skip
 def _twice(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
-    asked = run.asked(source, prompt)
+    source, prompt, asked = run.begun()
     source.move(asked, prompt.seed)
     done = source.done(asked, run.handed(source, prompt), prompt.seed)
     source.acknowledged(done)
@@ -87,15 +81,13 @@ def _twice(run: DecodeRun) -> None:
 @scenario("LIVE-317", "a Transfer that is not answered comes again under its id", "KVP-SES-RESEND", role="sink",
           guards=_LOST, slow=True)  # fmt: skip
 def _resend(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
+    source, prompt = run.fetching()
     first = source.asked()
     again = source.asked()
     same = first.frame.fields == again.frame.fields
     run.check("the same Transfer", same, str(again.frame.fields), "KVP-SES-RESEND")
     source.accept(again)
-    run.deliver(source, again, prompt)
-    run.arrived(prompt)
+    run.delivered(source, again, prompt)
 
 
 def _aborted(source_abort: Frame) -> str:
@@ -104,9 +96,7 @@ def _aborted(source_abort: Frame) -> str:
 
 @scenario("LIVE-318", "the engine aborts, and the source says PROVEN", "KVP-END-REUSE", role="sink", guards=_PAGES)
 def _abort(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
-    asked = run.asked(source, prompt)
+    source, prompt, asked = run.begun()
     run.engine.ask("abort", id=prompt.id)
     abort = source.expect("Abort", clause="KVP-END-REUSE")
     run.check("this one", _aborted(abort) == asked.of["sequence"], str(abort.fields))
@@ -119,8 +109,7 @@ def _abort(run: DecodeRun) -> None:
     "LIVE-319", "the engine aborts, and nothing is proven", "KVP-END-REUSE", role="sink", guards=_PAGES, maps=True
 )
 def _unproven(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
+    source, prompt = run.fetching()
     run.asked(source, prompt)
     run.engine.ask("abort", id=prompt.id)
     abort = source.expect("Abort", clause="KVP-END-REUSE")
@@ -133,9 +122,7 @@ def _unproven(run: DecodeRun) -> None:
 
 @scenario("LIVE-320", "prefill fails a request", "KVP-END-FAILED", role="sink", guards=_LOST)
 def _failed(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
-    asked = run.asked(source, prompt)
+    source, prompt, asked = run.begun()
     failed = source.fail(asked, "PROMPT_TOO_LONG", "40 tokens", "45 tokens")
     source.acknowledged(failed)
     abort = source.expect("Abort", clause="KVP-END-FAILED")
@@ -162,8 +149,7 @@ def _one_fails(run: DecodeRun) -> None:
 @scenario("LIVE-322", "Ping is answered in every state of a session", "KVP-SES-PONG", role="sink",
           guards="An engine that is busy registering is taken for dead.")  # fmt: skip
 def _pings(run: DecodeRun) -> None:
-    (source,) = run.source()
-    run.connect(source)
+    source = run.connected()
     for step in (source.welcome, source.describe, source.registered):
         step()
         source.ask("Ping", "Pong")
@@ -202,8 +188,7 @@ def _many(run: DecodeRun) -> None:
 
 @scenario("LIVE-325", "the source says Goodbye while a fetch waits", "KVP-SES-LOST", role="sink", guards=_LOST)
 def _goodbye(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
+    source, prompt = run.fetching()
     run.asked(source, prompt)
     source.goodbye()
     run.lost(prompt, "PEER_LOST", free=False)
@@ -212,8 +197,7 @@ def _goodbye(run: DecodeRun) -> None:
 @scenario("LIVE-326", "a Hello that is not answered comes again", "KVP-SES-RESEND", role="sink",
           guards="Decode that starts before prefill never finds it.", slow=True)  # fmt: skip
 def _hello(run: DecodeRun) -> None:
-    (source,) = run.source()
-    run.connect(source)
+    source = run.connected()
     first = source.expect("Hello")
     again = source.expect("Hello")
     same = first.fields["request"] == again.fields["request"]
@@ -239,8 +223,7 @@ def _ends(run: DecodeRun) -> None:
           role="sink", guards="A connection that breaks costs every transfer that was under way.",
           extensions=("RESUME",))  # fmt: skip
 def _resumes(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
+    source, prompt = run.fetching()
     asked = source.asked()
     unknown = {"code": "UNKNOWN_SESSION", "path": "session", "mine": "no such session", "yours": source.session}
     source.send("Error", request=asked.frame.fields["request"], **unknown)
@@ -249,8 +232,7 @@ def _resumes(run: DecodeRun) -> None:
     run.check("resumes", resumed == source.session, f"{resumed}, not {source.session}", "KVP-SES-HELLO")
     source.reply(hello, "Welcome", **source.welcomed)
     source.accept(asked)
-    run.deliver(source, asked, prompt)
-    run.arrived(prompt)
+    run.delivered(source, asked, prompt)
 
 
 @scenario("LIVE-329", "nothing is proven of a request, until the process that wrote is dead", "KVP-END-REUSE",
@@ -264,8 +246,7 @@ def _dies(run: DecodeRun) -> None:
             source.welcome()
             source.describe()
             source.registered(process=this_process(writer.pid))
-            prompt = run.prompt()
-            run.fetch(source, prompt)
+            prompt = run.fetched(source)
             run.asked(source, prompt)
             run.engine.ask("abort", id=prompt.id)
             source.reply(source.expect("Abort", clause="KVP-END-REUSE"), "Drained", proof="UNPROVABLE")
@@ -285,8 +266,7 @@ def _dies(run: DecodeRun) -> None:
 
 @scenario("LIVE-330", "the engine aborts twice: one Abort", "KVP-SES-RESEND", role="sink", guards=_PAGES, must=False)
 def _aborts(run: DecodeRun) -> None:
-    source, prompt = run.one(), run.prompt()
-    run.fetch(source, prompt)
+    source, prompt = run.fetching()
     run.asked(source, prompt)
     for _ in range(2):
         run.engine.ask("abort", id=prompt.id)

@@ -8,7 +8,7 @@ from typing import Any
 from kvproto_conformance.codec.facts import LIMITS, MESSAGES
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.scenario import scenario
-from kvproto_conformance.live.scenarios.decode_hostile import begun, given_up
+from kvproto_conformance.live.scenarios.decode_hostile import given_up
 from kvproto_conformance.live.source import Asked
 
 _FLOOD = "A source floods a sink that reads slowly, until its memory is gone."
@@ -33,7 +33,7 @@ STREAMS: list[tuple[str, str, Callable[[int, int], tuple[int, int, bool]], str, 
 def _stream(piece: Callable[[int, int], tuple[int, int, bool]], code: str, path: str, clause: str) -> Any:
     def script(run: DecodeRun) -> None:
         """The piece is refused and its transfer given up; the next one is served."""
-        source, prompt, asked = begun(run)
+        source, prompt, asked = run.begun()
         raw = source.packed(asked, prompt.seed)
         source.take_credit(len(raw) + 64)
         half = len(raw) // 2
@@ -56,7 +56,7 @@ for _id, _what, _piece, _code, _at, _clause in STREAMS:
 @scenario("LIVE-826", "Data beyond the stream, and beyond the total", "KVP-INL-NEXT", role="sink", guards=_FLOOD,
           level="L4", transport="INLINE", extensions=("INLINE",))  # fmt: skip
 def _beyond(run: DecodeRun) -> None:
-    source, prompt, asked = begun(run)
+    source, prompt, asked = run.begun()
     source.take_credit(1)
     for offset in range(0, source.total + _PIECE, _PIECE):
         source.data(asked, offset, bytes(_PIECE), False)
@@ -70,7 +70,7 @@ def _beyond(run: DecodeRun) -> None:
 @scenario("LIVE-827", "Done before the stream is at its end", "KVP-STG-END", role="sink", guards=_STREAM, level="L4",
           transport="INLINE", extensions=("INLINE",))  # fmt: skip
 def _early_done(run: DecodeRun) -> None:
-    source, prompt, asked = begun(run)
+    source, prompt, asked = run.begun()
     raw = source.packed(asked, prompt.seed)
     source.take_credit(len(raw))
     source.data(asked, 0, raw[: len(raw) // 2], False)
@@ -86,7 +86,7 @@ def _early_done(run: DecodeRun) -> None:
           guards="After a connection broke the two sides count from different bytes: a later request is lost.",
           must=False, slow=True)  # fmt: skip
 def _resumed(run: DecodeRun) -> None:
-    source, prompt, asked = begun(run)
+    source, prompt, asked = run.begun()
     source.take_credit(1)
     window = source.total
     run.engine.ask("abort", id=prompt.id)
@@ -129,8 +129,7 @@ def _counted(run: DecodeRun) -> None:
         run.check("refused", said["code"] in ("UNEXPECTED_MESSAGE", "STALE_TRANSFER"), str(said), "KVP-SES-STATE")
 
     for _ in range(min(window // _PIECE + 2, 20)):  # enough that the window is used up by each kind
-        prompt = run.prompt()
-        run.fetch(source, prompt)
+        prompt = run.fetched(source)
         asked = run.asked(source, prompt)
         lost(asked)
         said = source.expect("Error", clause="KVP-INL-NEXT").fields
@@ -141,8 +140,7 @@ def _counted(run: DecodeRun) -> None:
         run.lost(prompt, "OUT_OF_RANGE")
         lost(asked)
         over()
-    prompt = run.prompt()
-    run.fetch(source, prompt)
+    prompt = run.fetched(source)
     asked = run.asked(source, prompt)
     run.deliver(source, asked, prompt)
     lost(asked)

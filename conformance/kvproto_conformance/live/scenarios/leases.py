@@ -30,10 +30,8 @@ def _offered(run: PrefillRun, deadline: int = 60_000) -> tuple[PullSink, Prompt,
     run.chosen(sink)
     assert isinstance(sink, PullSink)
     run.take(prompt, deadline)
-    run.fill(prompt)
-    run.finish(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    run.compute(prompt)
+    made = run.ask_for(sink, prompt)
     return sink, prompt, made, sink.await_done(made)
 
 
@@ -52,8 +50,7 @@ def _renewed(run: PrefillRun) -> None:
     for _ in range(2):
         found = sink.ask("Renew", "Renewed", **sink.named(made), lease=wanted, clause="KVP-PUL-OFFER").fields["lease"]
         run.check("a lease of at most what was asked", 0 < int(found) <= int(wanted), f"{found} ms", "KVP-PUL-OFFER")
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.delivered(sink, made, prompt)
     run.hand_over(sink)
 
 
@@ -64,8 +61,7 @@ def _kept(run: PrefillRun) -> None:
     run.over(prompt, "held", 0.1)
     for tokens in (45, 17, 45):
         run.hand_over(sink, run.prompt(tokens))
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.delivered(sink, made, prompt)
 
 
 @scenario("LIVE-1063", "an offer is given back unread", "KVP-END-PROVEN", guards=_LENT, extensions=("PULL",))
@@ -97,13 +93,10 @@ def _unoffered(run: PrefillRun) -> None:
     sink, prompt = run.ready(offered=["PULL"]), run.prompt()
     run.chosen(sink)
     run.take(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    made = run.ask_for(sink, prompt)
     _too_late(run, sink, sink.misstate("Renew", **sink.named(made), lease="1000"))
-    run.fill(prompt)
-    run.finish(prompt)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.compute(prompt)
+    run.delivered(sink, made, prompt)
 
 
 @scenario("LIVE-1066", "a lease is renewed for longer than its ticket lasts", "KVP-PUL-RENEW", guards=_LENT,
@@ -114,8 +107,7 @@ def _bounded(run: PrefillRun) -> None:
         found = sink.ask("Renew", "Renewed", **sink.named(made), lease=str(asked), clause="KVP-PUL-RENEW").fields
         said = f"{found['lease']} ms of {asked}, and of a ticket of 60000"
         run.check("no longer than its ticket", 0 < int(found["lease"]) <= 60_000, said, "KVP-PUL-RENEW")
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.delivered(sink, made, prompt)
     run.check("nor is its Offer", int(offer.fields["lease"]) <= 60_000, offer.fields["lease"], "KVP-PUL-RENEW")
 
 

@@ -13,14 +13,10 @@ _PAGES = "Pages are used again while somebody still writes them: one request rea
 @scenario("LIVE-121", "Abort before prefill ends: PROVEN, and no byte is written after it", "KVP-END-PROVEN",
           guards=_PAGES)  # fmt: skip
 def _abort(run: PrefillRun) -> None:
-    sink, prompt = run.ready(), run.prompt()
-    run.take(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    sink, prompt, made = run.begun()
     drained = sink.ask("Abort", "Drained", sequence=made.sequence, reason="the client is gone")
     run.check("proven", drained.fields["proof"] == "PROVEN", drained.fields["proof"], "KVP-END-PROVEN")
-    run.fill(prompt)
-    run.finish(prompt)
+    run.compute(prompt)
     late = sink.silence(0.1)
     run.check("nothing follows", not late, str([frame.name for frame in late]), "KVP-END-PROVEN")
     run.untouched(sink)
@@ -31,10 +27,7 @@ def _abort(run: PrefillRun) -> None:
 @scenario("LIVE-122", "Abort while rows are copied: once it is PROVEN, no byte changes", "KVP-END-PROVEN",
           guards=_PAGES)  # fmt: skip
 def _abort_running(run: PrefillRun) -> None:
-    sink, prompt = run.ready(), run.prompt()
-    run.take(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    sink, prompt, made = run.begun()
     run.fill(prompt)
     run.engine.ask("computed", id=prompt.id, tokens=30)
     drained = sink.ask("Abort", "Drained", sequence=made.sequence, reason="the client is gone")
@@ -57,10 +50,7 @@ _WATCHED = 3.0
 def _watched(run: PrefillRun) -> None:
     sinks = []
     for upto, finished in ((0, False), (30, False), (None, True)):
-        sink, prompt = run.ready(), run.prompt()
-        run.take(prompt)
-        made = sink.request(prompt.key, prompt.tokens)
-        sink.ask_for(made)
+        sink, prompt, made = run.begun()
         if upto != 0:
             run.fill(prompt)
         if finished:
@@ -109,10 +99,8 @@ def _abort_unseen(run: PrefillRun) -> None:
 def _abort_done(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
     run.serve(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    made = run.ask_for(sink, prompt)
+    run.delivered(sink, made, prompt)
     drained = sink.ask("Abort", "Drained", sequence=made.sequence, reason="late")
     run.check("proven", drained.fields["proof"] == "PROVEN", drained.fields["proof"], "KVP-END-PROVEN")
     run.hand_over(sink)
@@ -139,8 +127,7 @@ def _finished(run: PrefillRun) -> None:
     run.take(prompt)
     run.fill(prompt)
     run.finish(prompt, finished=True)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    made = run.ask_for(sink, prompt)
     done = sink.await_done(made)
     run.check("outcome", done.fields["outcome"] == "FINISHED", done.fields["outcome"])
     sink.reply(done, "DoneAck")
@@ -152,8 +139,7 @@ def _finished(run: PrefillRun) -> None:
 def _refused_done(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
     run.serve(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    made = run.ask_for(sink, prompt)
     done = sink.await_done(made)
     sink.send("Error", request=done.fields["request"], code="WRONG_PEER", path="writer", mine="1", yours="0")
     late = sink.silence(3.0)
@@ -166,8 +152,7 @@ def _refused_done(run: PrefillRun) -> None:
 def _deadline(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
     run.take(prompt, deadline=300)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    run.ask_for(sink, prompt)
     run.refused(sink, None, "Failed", "DEADLINE", clause="KVP-TKT-DEADLINE")
     run.over(prompt, "expired")
     run.untouched(sink)
@@ -179,6 +164,5 @@ def _deadline(run: PrefillRun) -> None:
 def _nobody(run: PrefillRun) -> None:
     prompt = run.prompt()
     run.take(prompt, deadline=200)
-    run.fill(prompt)
-    run.finish(prompt)
+    run.compute(prompt)
     run.over(prompt, "expired")

@@ -48,8 +48,7 @@ def _intent(run: PrefillRun) -> None:
         _progress(sink, made, "READY", "KVP-INT-AGAIN")
     run.untouched(sink)
     sink.grant(made)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.delivered(sink, made, prompt)
     run.hand_over(sink)
 
 
@@ -59,8 +58,7 @@ def _given_up(run: PrefillRun) -> None:
     sink, made, prompt = _intended(run)
     found = sink.ask("Abort", "Drained", **sink.named(made), reason="nobody waits")
     run.check("proof", found.fields["proof"] == "PROVEN", found.fields["proof"], "KVP-END-PROVEN")
-    run.fill(prompt)
-    run.finish(prompt)
+    run.compute(prompt)
     run.untouched(sink)
     run.hand_over(sink)
 
@@ -69,8 +67,7 @@ def _misgranted(change: Any, over: bool, codes: str, path: str, clause: str) -> 
     def script(run: PrefillRun) -> None:
         sink, made, prompt = _intended(run)
         if over:
-            run.fill(prompt)
-            run.finish(prompt)
+            run.compute(prompt)
             _progress(sink, made, "READY", "KVP-INT-AGAIN")
         id = sink.misstate("Grant", **sink.named(made), grants=change(sink.granted(made)))
         run.refused(sink, id, "Failed", codes, path, clause, made.sequence)
@@ -121,13 +118,11 @@ def _spans(run: PrefillRun) -> None:
     sink.grant(made, 16)
     run.untouched_beyond(sink, made, prompt, 16)
     sink.grant(made, 32, since=16)
-    run.fill(prompt)
-    run.finish(prompt)
+    run.compute(prompt)
     early = sink.silence(0.1, but=("Progress",))
     run.check("no Done of half a window", not early, str([frame.name for frame in early]), "KVP-SPN-WHOLE")
     sink.grant(made, since=32)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.delivered(sink, made, prompt)
 
 
 @scenario("LIVE-1023", "rows are computed before prefill is over: Progress says up to where", "KVP-INT-AGAIN",
@@ -145,8 +140,7 @@ def _useful(run: PrefillRun) -> None:
     run.finish(prompt)
     _progress(sink, made, "READY", "KVP-INT-AGAIN")
     sink.grant(made, since=32)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.delivered(sink, made, prompt)
 
 
 @scenario("LIVE-1024", "rows that are computed and granted are written before prefill is over", "KVP-SPN-APPEND",
@@ -165,8 +159,7 @@ def _meanwhile(run: PrefillRun) -> None:
         run.check(f"{tokens} rows", not text, text, "KVP-SPN-APPEND")
     run.finish(prompt)
     sink.grant(made, since=40)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.delivered(sink, made, prompt)
 
 
 @scenario("LIVE-1022", "a Grant that takes back what was granted", "KVP-SPN-GROW", guards=_UNGRANTED, level="L4",
@@ -222,8 +215,7 @@ def _at_once(run: PrefillRun) -> None:
     sink, nonce = _moving(run)
     prompt = run.prompt()
     run.take(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    made = run.ask_for(sink, prompt)
     asked = sink.send("Unregister", request=sink.next_id(), epoch=str(sink.epoch), at_once=True)
     run.refused(sink, None, "Failed", "POOL_MOVED", None, "KVP-EPO-MOVED", made.sequence)
     found = sink.expect("Unregistered", again=asked, clause="KVP-EPO-UNMAP")

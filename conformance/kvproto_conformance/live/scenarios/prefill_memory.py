@@ -29,17 +29,12 @@ def _guess(run: PrefillRun) -> None:
 
 @scenario("LIVE-172", "a ticket in a second sequence while the first is under way", "KVP-TKT-USED", guards=_TWICE)
 def _used(run: PrefillRun) -> None:
-    sink, prompt = run.ready(), run.prompt()
-    run.take(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    sink, prompt, made = run.begun()
     other = sink.request(prompt.key, prompt.tokens)
     id = sink.misstate("Transfer", **sink.transfer(other))
     run.refused(sink, id, "Failed", "TICKET_USED", "ticket", "KVP-TKT-USED", other.sequence)
-    run.fill(prompt)
-    run.finish(prompt)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.compute(prompt)
+    run.delivered(sink, made, prompt)
 
 
 @scenario("LIVE-173", "a ticket that another replica of the same engine has taken", "KVP-TKT-BIND", guards=_TWICE)
@@ -48,15 +43,12 @@ def _replica(run: PrefillRun) -> None:
     second = run.sink(name=first.name).ready(replica="1")
     run.keep(second)
     run.take(prompt)
-    made = first.request(prompt.key, prompt.tokens)
-    first.ask_for(made)
+    made = run.ask_for(first, prompt)
     other = second.request(prompt.key, prompt.tokens)
     id = second.misstate("Transfer", **second.transfer(other))
     run.refused(second, id, "Failed", "TICKET_BOUND", "ticket", "KVP-TKT-BIND", other.sequence)
-    run.fill(prompt)
-    run.finish(prompt)
-    run.arrived(first, made, prompt)
-    run.over(prompt)
+    run.compute(prompt)
+    run.delivered(first, made, prompt)
     run.untouched(second)
 
 
@@ -90,18 +82,14 @@ def _forgotten(run: PrefillRun) -> None:
 @scenario("LIVE-176", "no Done while all rows are there, but prefill is not over", "KVP-TRN-ORDER",
           guards="Decode begins without the first token.")  # fmt: skip
 def _computed(run: PrefillRun) -> None:
-    sink, prompt = run.ready(), run.prompt()
-    run.take(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    sink, prompt, made = run.begun()
     run.fill(prompt)
     run.engine.ask("computed", id=prompt.id, tokens=len(prompt.tokens))
     early = [frame.name for frame in sink.silence(0.3, but=("Data",))]
     if not run.check("no Done", "Done" not in early, str(early), "KVP-TRN-ORDER"):
         return
     run.finish(prompt)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.delivered(sink, made, prompt)
 
 
 @scenario("LIVE-177", "items of two columns that lie over each other", "KVP-GRANT-ALIAS", level="L4", world="mla",
@@ -131,10 +119,8 @@ def _over_each_other(run: PrefillRun) -> None:
 def _used_and_beyond(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
     run.serve(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    made = run.ask_for(sink, prompt)
+    run.delivered(sink, made, prompt)
     fields = sink.transfer(sink.request(prompt.key, prompt.tokens))
     fields["grants"][0]["items"][-1] = "64"
     id = sink.misstate("Transfer", **fields)
@@ -160,8 +146,7 @@ def _secrets(run: PrefillRun) -> None:
     sink, aborted = run.ready(), run.prompt()
     run.hand_over(sink)
     run.take(aborted)
-    made = sink.request(aborted.key, aborted.tokens)
-    sink.ask_for(made)
+    made = run.ask_for(sink, aborted)
     sink.ask("Abort", "Drained", sequence=made.sequence, reason="the client is gone")
     used = sink.request(aborted.key, aborted.tokens)
     id = sink.misstate("Transfer", **(sink.transfer(used) | {"content": "00" * 32}))
@@ -203,10 +188,7 @@ def _described_again(run: PrefillRun) -> None:
 @scenario("LIVE-184", "Abort of a session that has ended, over its connection and over another", "KVP-END-AFTER",
           guards=_PAGES)  # fmt: skip
 def _abort_after(run: PrefillRun) -> None:
-    sink, prompt = run.ready(), run.prompt()
-    run.take(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    sink, _prompt, made = run.begun()
     session = sink.session
     sink.goodbye()
     for again in (False, True):
@@ -225,10 +207,7 @@ def _abort_after(run: PrefillRun) -> None:
           "KVP-VERIFY-SOURCE", extensions=("VERIFY",),
           guards="Bytes that went wrong on the way pass as verified.")  # fmt: skip
 def _own_memory(run: PrefillRun) -> None:
-    sink, prompt = run.ready(offered=["VERIFY"]), run.prompt()
-    run.take(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    sink, prompt, made = run.begun(offered=["VERIFY"])
     run.fill(prompt)
     run.engine.ask("computed", id=prompt.id, tokens=len(prompt.tokens))
     sink.silence(0.1, but=("Data",))
@@ -248,8 +227,7 @@ def _own_memory(run: PrefillRun) -> None:
 def _unknown(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
     run.serve(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    made = run.ask_for(sink, prompt)
     asked = sink.await_done(made).fields["request"]
     sink.send("Error", request=asked, code="UNKNOWN_SESSION", path="session", mine="others", yours=sink.session)
     run.over(prompt, "undelivered")

@@ -89,8 +89,7 @@ def _unknown_ticket(run: PrefillRun) -> None:
 def _drain(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
     run.serve(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    made = run.ask_for(sink, prompt)
     done = sink.await_done(made)
     run.engine.ask("drain")
     late = run.sink()

@@ -35,12 +35,9 @@ def _not_bound(run: PrefillRun) -> None:
     wrong.ask("Transfer", "Accepted", **(wrong.transfer(made) | {"content": "ab" * 32}))
     run.take(prompt)
     run.refused(wrong, None, "Failed", "CONTENT_MISMATCH", "content", "KVP-TKT-CONTENT", made.sequence)
-    good = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(good)
-    run.fill(prompt)
-    run.finish(prompt)
-    run.arrived(sink, good, prompt)
-    run.over(prompt)
+    good = run.ask_for(sink, prompt)
+    run.compute(prompt)
+    run.delivered(sink, good, prompt)
 
 
 @scenario("LIVE-193", "the engine gives up a request that nobody has asked for yet", "KVP-TRN-CHECKS",
@@ -67,8 +64,7 @@ def _drain(run: PrefillRun) -> None:
     first.ask_for(made[0])
     run.engine.ask("drain")
     second.ask_for(made[1])
-    run.fill(prompt)
-    run.finish(prompt)
+    run.compute(prompt)
     run.arrived(first, made[0], prompt)
     run.arrived(second, made[1], prompt)
     run.over(prompt)
@@ -98,8 +94,7 @@ def _apart(run: PrefillRun) -> None:
 def _stranger(run: PrefillRun) -> None:
     sink, stranger, prompt = run.ready(), run.ready(), run.prompt()
     run.serve(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    made = run.ask_for(sink, prompt)
     done = sink.await_done(made)
     stranger.misstate("Error", session=sink.session, request=done.fields["request"], code="UNKNOWN_SESSION",
                       path="session", mine="others", yours=sink.session)  # fmt: skip
@@ -196,10 +191,8 @@ def _second(run: PrefillRun) -> None:
     sink.ask("Transfer", "Accepted", **fields)
     id = sink.misstate("Transfer", **fields)
     run.refused(sink, id, "Failed", "STALE_TRANSFER", "sequence", "KVP-TRN-STALE", made.sequence)
-    run.fill(prompt)
-    run.finish(prompt)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.compute(prompt)
+    run.delivered(sink, made, prompt)
 
 
 @scenario("LIVE-204", "a Transfer after the Descriptions, before Register", "KVP-TRN-CHECKS", level="L4",

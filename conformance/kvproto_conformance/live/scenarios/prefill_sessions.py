@@ -37,8 +37,7 @@ def _early(run: PrefillRun) -> None:
     accepted = sink.ask_for(made)
     run.check("pending", accepted.fields["state"] == "PENDING", accepted.fields["state"], "KVP-TKT-EARLY")
     run.serve(prompt)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.delivered(sink, made, prompt)
 
 
 @scenario("LIVE-113", "no Done before prefill is over", "KVP-TRN-ORDER",
@@ -53,10 +52,8 @@ def _during(run: PrefillRun) -> None:
     run.engine.ask("computed", id=prompt.id, tokens=20)
     early = sink.silence(0.1)
     run.check("nothing said", not early, str([frame.name for frame in early]), "KVP-TRN-ORDER")
-    run.fill(prompt)
-    run.finish(prompt)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.compute(prompt)
+    run.delivered(sink, made, prompt)
 
 
 @scenario("LIVE-114", "a fetch that begins behind a prefix which the sink has", "KVP-GRANT-COUNT",
@@ -109,13 +106,10 @@ def _again(run: PrefillRun) -> None:
     twice("Register", "Registered")
     prompt = run.prompt()
     run.take(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    made = run.ask_for(sink, prompt)
     twice("Transfer", "Accepted")
-    run.fill(prompt)
-    run.finish(prompt)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.compute(prompt)
+    run.delivered(sink, made, prompt)
     run.hand_over(sink)
 
 
@@ -131,15 +125,13 @@ def _resumed(sink: Sink, session: str) -> None:
           extensions=("RESUME",))  # fmt: skip
 def _resume(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    made = run.ask_for(sink, prompt)
     sink.wire.close()
     sink.wire = Dealer(run.live.address)
     _resumed(sink, sink.session)
     sink.count_anew()
     run.serve(prompt)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.delivered(sink, made, prompt)
 
 
 @scenario("LIVE-151", "the session is resumed in the middle of a stream: its transfer ends, and bytes count from 0",
@@ -162,8 +154,7 @@ def _broken_stream(run: PrefillRun) -> None:
     sink.open_credit()
     run.refused(sink, None, "Failed", "PEER_LOST", None, "KVP-INL-BROKEN", made.sequence)
     run.serve(later)
-    run.arrived(sink, waiting, later)
-    run.over(later)
+    run.delivered(sink, waiting, later)
     run.hand_over(sink)
 
 
@@ -183,12 +174,10 @@ def _late_hello(run: PrefillRun) -> None:
     old.send(late)
     sink.silence(0.2)  # it has been read before what comes over the other connection
     sink.count_anew()
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    made = run.ask_for(sink, prompt)
     sink.wire.send(late)
     run.serve(prompt)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.delivered(sink, made, prompt)
     old.close()
 
 
@@ -210,8 +199,7 @@ def _no_resume(run: PrefillRun) -> None:
 def _resend(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
     run.serve(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    made = run.ask_for(sink, prompt)
     first = sink.await_done(made)
     again = sink.expect("Done", seconds=8.0, clause="KVP-SES-RESEND")
     same = first.fields == again.fields
@@ -226,15 +214,12 @@ def _resend(run: PrefillRun) -> None:
 def _bound(run: PrefillRun) -> None:
     first, second, prompt = run.ready(), run.ready(), run.prompt()
     run.take(prompt)
-    made = first.request(prompt.key, prompt.tokens)
-    first.ask_for(made)
+    made = run.ask_for(first, prompt)
     other = second.request(prompt.key, prompt.tokens)
     id = second.misstate("Transfer", **second.transfer(other))
     run.refused(second, id, "Failed", "TICKET_BOUND", "ticket", "KVP-TKT-BIND", other.sequence)
-    run.fill(prompt)
-    run.finish(prompt)
-    run.arrived(first, made, prompt)
-    run.over(prompt)
+    run.compute(prompt)
+    run.delivered(first, made, prompt)
     run.untouched(second)
 
 
@@ -243,10 +228,8 @@ def _bound(run: PrefillRun) -> None:
 def _used(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
     run.serve(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    made = run.ask_for(sink, prompt)
+    run.delivered(sink, made, prompt)
     other = sink.request(prompt.key, prompt.tokens)
     id = sink.misstate("Transfer", **sink.transfer(other))
     run.refused(sink, id, "Failed", "TICKET_USED", "ticket", "KVP-TKT-USED", other.sequence)
@@ -262,8 +245,7 @@ def _stale(run: PrefillRun) -> None:
     made = sink.request(prompt.key, prompt.tokens)
     fields = sink.transfer(made)
     sink.ask("Transfer", "Accepted", **fields)
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.delivered(sink, made, prompt)
     id = sink.misstate("Transfer", **fields)
     run.refused(sink, id, "Failed", "STALE_TRANSFER", "sequence", "KVP-TRN-STALE", made.sequence)
     run.untouched(sink)

@@ -13,8 +13,7 @@ _SUCCESSOR = "A process that began again is taken for the one before it, and its
           "KVP-SES-UNKNOWN", "KVP-END-INCARNATION", guards=_SUCCESSOR, level="L4")  # fmt: skip
 def _prefill(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    made = run.ask_for(sink, prompt)
     before = int(sink.last_heard["Welcome"].fields["incarnation"])
     run.live.restart()
     id = sink.misstate("Abort", sequence=made.sequence, reason="is anybody there")

@@ -67,8 +67,7 @@ def _slowly(run: PrefillRun) -> None:
     sink.ready()
     prompt = run.prompt()
     run.serve(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    sink.ask_for(made)
+    made = run.ask_for(sink, prompt)
     early = sink.silence(0.1)
     if not run.check("nothing without credit", not early, str([frame.name for frame in early]), "KVP-STG-BEYOND"):
         return
@@ -78,8 +77,7 @@ def _slowly(run: PrefillRun) -> None:
         sink.grant_slots(slot)
         sink.take_chunk(made, sink.expect("Chunk", where=sink.of(made), clause="KVP-STG-FIRST"))
         slot = (slot + 1) % SLOTS
-    run.arrived(sink, made, prompt)
-    run.over(prompt)
+    run.delivered(sink, made, prompt)
 
 
 def _overcredited(slots: Callable[[StagedSink], list[int]], kind: str, code: str, path: str, clause: str) -> Any:
