@@ -186,13 +186,8 @@ class SourceTransfers(Extension):
         if session.open and session.state != SessionState.READY:
             mine = f"session {session.state.value}"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, "Abort", "register first")
-        attempt = self.find(message)
-        if attempt is None and message.sequence > session.low_water:
-            if len(session.attempts) >= 2 * MAX_TRANSFERS:  # what is not recorded is not proven
-                session.reply(m.Drained, message, proof=Proof.UNPROVABLE)
-                return
-            attempt = session.attempts[message.sequence] = SourceAttempt(message.sequence, session=session)
-        if attempt is None:  # it has ended, and is refused from now on
+        attempt = self._aborted(message)
+        if attempt is None:
             self._drained(message)
             return
         if attempt.state != TransferState.ABORTING:
@@ -207,6 +202,14 @@ class SourceTransfers(Extension):
         else:
             self._end(attempt)
 
+    def _aborted(self, message: m.Abort) -> SourceAttempt | None:
+        """The record of the transfer to abort, made if there is none; None if it is forgotten, or one too many."""
+        session, number = self._session, message.sequence
+        known = self.find(message)
+        if known is None and number > session.low_water and len(session.attempts) < 2 * MAX_TRANSFERS:
+            known = session.attempts[number] = SourceAttempt(number, session=session)
+        return known
+
     def _end(self, attempt: SourceAttempt) -> None:
         """Answer an Abort, now that no copy is under way."""
         if attempt.drain is not None:
@@ -215,8 +218,9 @@ class SourceTransfers(Extension):
             attempt.drain = None
 
     def _drained(self, message: m.Abort) -> None:
-        unprovable = message.sequence in self._unprovable
-        self._session.reply(m.Drained, message, proof=Proof.UNPROVABLE if unprovable else Proof.PROVEN)
+        over = message.sequence <= self._session.low_water or self.find(message) is not None  # it is refused, if it comes
+        proven = over and message.sequence not in self._unprovable
+        self._session.reply(m.Drained, message, proof=Proof.PROVEN if proven else Proof.UNPROVABLE)
 
     def copied(self, attempt: SourceAttempt, proof: Proof) -> None:
         """Note the end of an attempt's copy, and answer an Abort that waited for it with the proof (KVP-END-PROVEN)."""
