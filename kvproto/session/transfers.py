@@ -187,7 +187,7 @@ class SourceTransfers(Extension):
             mine = f"session {session.state.value}"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, "Abort", "register first")
         attempt = self._aborted(message)
-        if attempt is None:
+        if attempt is None:  # it has ended, or no more can be recorded
             self._drained(message)
             return
         if attempt.state != TransferState.ABORTING:
