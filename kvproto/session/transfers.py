@@ -218,8 +218,8 @@ class SourceTransfers(Extension):
             attempt.drain = None
 
     def _drained(self, message: m.Abort) -> None:
-        over = message.sequence <= self._session.low_water or self.find(message) is not None  # it is refused, if it comes
-        proven = over and message.sequence not in self._unprovable
+        refused = message.sequence <= self._session.low_water or self.find(message) is not None  # if it comes yet
+        proven = refused and message.sequence not in self._unprovable
         self._session.reply(m.Drained, message, proof=Proof.PROVEN if proven else Proof.UNPROVABLE)
 
     def copied(self, attempt: SourceAttempt, proof: Proof) -> None:

@@ -33,7 +33,8 @@ class Result:
 
     Fields:
         id: The scenario's id.
-        status: pass, fail (of a scenario about a SHOULD too), error (the engine crashed, hung or answered garbage), suite-error, or unsupported.
+        status: pass, fail (of what is a SHOULD too), error (the engine crashed, hung or answered garbage), suite-error,
+            or unsupported.
         checks: What was checked, in order.
         text: Why it did not pass; empty if it did.
         clause: The clause that was broken, if known.
