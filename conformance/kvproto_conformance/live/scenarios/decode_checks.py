@@ -144,7 +144,7 @@ for _id, _title, _wrong, _codes, _clause in (
 
 
 @scenario("LIVE-906", "a Description whose geometry ends early", "KVP-DSC-PATH", role="sink", level="L4",
-          guards="A parser of Descriptions ends the engine, or says of the wrong bytes that they are wrong.")  # fmt: skip
+          guards="A parser of Descriptions ends the engine, or names the wrong bytes.")  # fmt: skip
 def _cut_short(run: DecodeRun) -> None:
     (source,), prompt = run.source(), run.prompt()
     run.connect(source)
