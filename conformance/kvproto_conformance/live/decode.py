@@ -145,7 +145,8 @@ class DecodeRun(Run):
     def leave(self) -> None:
         """Close all peers, and let the engine forget them, and what it has fetched."""
         for id in sorted(self.engine.held):
-            self.engine.ask("abort", id=id)
+            if self.engine.ask("wait", id=id, seconds=0.0)["state"] == "waiting":
+                self.engine.ask("abort", id=id)
             if self.engine.ask("wait", id=id, seconds=0.1).get("free"):
                 self.engine.ask("release", id=id)
         super().leave()
