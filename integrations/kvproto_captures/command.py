@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from kvproto.cli import plans
-from kvproto.cli.plans import REFUSED, chosen, compatible, read_config, read_geometry
+from kvproto.cli.plans import IGNORE, REFUSED, chosen, compatible, read_config, read_geometry
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.planning.compare import differences as warnings_of
 from kvproto.planning.compare import unstated
@@ -54,6 +54,7 @@ def _add_words(parser: argparse.ArgumentParser, which: str, what: str) -> None:
     parser.add_argument("--config", type=Path, help=f"the model's config.json{what}")
     drafts = "a draft model's config.json; may be repeated"
     parser.add_argument("--draft", type=Path, metavar="CONFIG", help=drafts, **many)
+    parser.add_argument("--ignore", **IGNORE)
     parser.add_argument("--fact", metavar="NAME=VALUE", help="an identity that both sides must share", **many)
 
 
@@ -89,7 +90,7 @@ def _check_any(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> list[str]:
-    return [option for option in ("say", "config", "draft", "fact") if getattr(args, option)]
+    return [option for option in ("say", "config", "draft", "ignore", "fact") if getattr(args, option)]
 
 
 @attrs.frozen
@@ -220,8 +221,8 @@ def _is_capture(path: Path) -> bool:
 
 
 def _describe(fleet: Fleet, args: argparse.Namespace) -> Geometry:
-    config = read_config(args.config) if args.config else None
-    return fleet.describe(config, [read_config(path) for path in args.draft], _pairs("fact", args.fact))
+    config = read_config(args.config, args.ignore) if args.config else None
+    return fleet.describe(config, [read_config(path, args.ignore) for path in args.draft], _pairs("fact", args.fact))
 
 
 def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:

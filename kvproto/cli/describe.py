@@ -11,7 +11,7 @@ from kvproto.catalog.engines import ENGINES, pools
 from kvproto.catalog.models import PRESETS, Setup, describe
 from kvproto.catalog.tensors import Array, RankMemory
 from kvproto.catalog.vllm import BACKENDS
-from kvproto.cli.plans import read_config
+from kvproto.cli.plans import IGNORE, read_config
 from kvproto.cli.slices import aligned
 from kvproto.errors import bad
 from kvproto.planning.cache import BLOCK_SCALED
@@ -66,7 +66,7 @@ def _options() -> dict[str, dict[str, Any]]:
         "--preset": {"choices": sorted(PRESETS), "metavar": "NAME", "help": f"a known model, not a file: {', '.join(sorted(PRESETS))}"},
         "--draft": {"action": "append", "type": Path, "default": [], "metavar": "CONFIG", "help": "a draft model; may be repeated"},
         "--nextn": {"action": "store_true", "help": "use the checkpoint's own multi-token-prediction layers as a draft"},
-        "--ignore": {"action": "append", "default": [], "metavar": "FIELD", "help": "a field of a config.json on which no cache depends; may be repeated"},
+        "--ignore": IGNORE,
         "--tp": number | {"default": 1, "help": "tensor parallel ranks (default 1)"},
         "--pp": number | {"default": 1, "help": "pipeline stages (default 1)"},
         "--cp": number | {"default": 1, "help": "context parallel ranks for each TP rank (default 1)"},
@@ -154,21 +154,13 @@ def _described(args: argparse.Namespace) -> Iterator[str]:
 def _configs(args: argparse.Namespace) -> list[Config]:
     if (args.config is None) == (args.preset is None):
         raise bad("config", "a config.json or --preset", "both" if args.config else "neither")
-    configs = list(PRESETS[args.preset]) if args.preset else [_read(args.config, args.ignore)]
+    configs = list(PRESETS[args.preset]) if args.preset else [read_config(args.config, args.ignore)]
     if args.nextn:
         draft = draft_of(configs[0])
         if draft is None:
             raise bad("nextn", "num_nextn_predict_layers in the config", "none")
         configs.append(draft)
-    return configs + [_read(path, args.ignore) for path in args.draft]
-
-
-def _read(path: Path, ignored: Sequence[str]) -> Config:
-    """A config.json without these fields, inside and outside its language model's part."""
-    config = {name: value for name, value in read_config(path).items() if name not in ignored}
-    if isinstance(inner := config.get("text_config"), dict):
-        config["text_config"] = {name: value for name, value in inner.items() if name not in ignored}
-    return config
+    return configs + [read_config(path, args.ignore) for path in args.draft]
 
 
 def _own_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -140,12 +140,24 @@ def _check_printable(value: Any, path: str) -> None:
         _check_printable(held, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}")
 
 
-def read_config(path: Path) -> Config:
-    """Read a model's config.json; raises LocalError, OSError or ValueError."""
+IGNORE: dict[str, Any] = {
+    "action": "append", "default": [], "metavar": "FIELD", "help": "a field of a config.json on which no cache depends; may be repeated",
+}  # fmt: skip
+"""The arguments of `add_argument` for `--ignore`, which errors about a field advise wherever a config.json is read."""
+
+
+def read_config(path: Path, ignored: Collection[str]) -> Config:
+    """A model's config.json without these fields, inside and outside its language model's part.
+
+    Raises LocalError, OSError or ValueError.
+    """
     data = _json(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path}: not a config.json, which is an object")
-    return data
+    config = {name: value for name, value in data.items() if name not in ignored}
+    if isinstance(inner := config.get("text_config"), dict):
+        config["text_config"] = {name: value for name, value in inner.items() if name not in ignored}
+    return config
 
 
 def _refused(error: KvprotoError, as_json: bool) -> int:

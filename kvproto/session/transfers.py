@@ -42,6 +42,8 @@ class SourceTransfers(Extension):
         super().__init__(session)
         self._unprovable: set[int] = set()
         """Sequences whose writes may still arrive at any time, although their copy has ended."""
+        self._named = 0
+        """The greatest sequence of which a Transfer has come; that of one that was refused may have left no record."""
 
     @property
     def proven(self) -> bool:
@@ -54,7 +56,7 @@ class SourceTransfers(Extension):
         return found
 
     def _transfer(self, message: m.Transfer, now: float) -> None:
-        session, known = self._session, self.find(message)
+        session, known, self._named = self._session, self.find(message), max(self._named, message.sequence)
         same = known is not None and known.transfer is not None and known.transfer.request == message.request
         if known is not None and same and not known.served:
             self._answer_again(known, message)
@@ -171,9 +173,12 @@ class SourceTransfers(Extension):
 
     def _done_ack(self, message: m.DoneAck, now: float) -> None:
         attempt = self.find(message)
+        if attempt is None and message.sequence > self._named:
+            mine = "a transfer that was asked for"
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, f"DoneAck of {message.sequence}")
         self._session.answered(message.request, m.Done, m.Failed, about=message.sequence)
-        if attempt is not None and attempt.state in (TransferState.DONE, TransferState.FAILED):
-            attempt.served = attempt.state == TransferState.DONE
+        if attempt is not None and attempt.state != TransferState.ENDED:
+            attempt.served = attempt.served or attempt.state == TransferState.DONE
             self._session.move(attempt, "DoneAck")
 
     def _abort(self, message: m.Abort, now: float) -> None:
@@ -182,7 +187,7 @@ class SourceTransfers(Extension):
             mine = f"session {session.state.value}"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, "Abort", "register first")
         attempt = self._aborted(message)
-        if attempt is None:  # it has ended, and is refused from now on
+        if attempt is None:  # it has ended, or no more can be recorded
             self._drained(message)
             return
         if attempt.state != TransferState.ABORTING:
@@ -198,16 +203,12 @@ class SourceTransfers(Extension):
             self._end(attempt)
 
     def _aborted(self, message: m.Abort) -> SourceAttempt | None:
-        """The record of the transfer to abort, made if there is none; None if it has ended and is forgotten."""
+        """The record of the transfer to abort, made if there is none; None if it is forgotten, or one too many."""
         session, number = self._session, message.sequence
         known = self.find(message)
-        if known is not None or number <= session.low_water:
-            return known
-        if len(session.attempts) >= 2 * MAX_TRANSFERS:
-            mine = f"records of {len(session.attempts)} transfers"
-            raise RemoteError(ErrorCode.BUSY, "sequence", mine, str(number), "wait until earlier transfers are over")
-        made = session.attempts[number] = SourceAttempt(number, session=self._session)
-        return made
+        if known is None and number > session.low_water and len(session.attempts) < 2 * MAX_TRANSFERS:
+            known = session.attempts[number] = SourceAttempt(number, session=session)
+        return known
 
     def _end(self, attempt: SourceAttempt) -> None:
         """Answer an Abort, now that no copy is under way."""
@@ -217,8 +218,9 @@ class SourceTransfers(Extension):
             attempt.drain = None
 
     def _drained(self, message: m.Abort) -> None:
-        unprovable = message.sequence in self._unprovable
-        self._session.reply(m.Drained, message, proof=Proof.UNPROVABLE if unprovable else Proof.PROVEN)
+        refused = message.sequence <= self._session.low_water or self.find(message) is not None  # if it comes yet
+        proven = refused and message.sequence not in self._unprovable
+        self._session.reply(m.Drained, message, proof=Proof.PROVEN if proven else Proof.UNPROVABLE)
 
     def copied(self, attempt: SourceAttempt, proof: Proof) -> None:
         """Note the end of an attempt's copy, and answer an Abort that waited for it with the proof (KVP-END-PROVEN)."""

@@ -51,6 +51,19 @@ def test_import_from_a_pipe_and_with_a_config(monkeypatch: pytest.MonkeyPatch, t
     assert "The Description follows" in ran("import", "-", "--config", config, *SAID[:4])
 
 
+def test_a_field_of_a_config_that_nobody_knows_is_left_out_as_the_error_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ran: Ran
+) -> None:
+    config = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 3, "num_key_value_heads": 8, "head_dim": 64, "num_attention_heads": 8}
+    config.write_text(json.dumps(sizes | {"kv_turned_over": 4}))
+    asked = ["import", SGLANG, *SAID[:4], "--config", str(config)]
+    assert main(asked) == 1
+    assert "config.kv_turned_over" in (said := capsys.readouterr().err)
+    assert "--ignore" in said
+    assert "The Description follows" in ran(*asked, "--ignore", "kv_turned_over")
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -36,7 +36,8 @@ from kvproto.session.sink import SinkSession
 from kvproto.session.source import SourceSession
 from kvproto.session.source_endpoint import SourceEndpoint
 from kvproto.session.stream import Credits
-from kvproto.session.transfers import SourceTransfers
+from kvproto.session.table import SessionState
+from kvproto.session.transfers import SinkTransfers, SourceTransfers
 from kvproto.session.watching import WatchEndpoint
 from kvproto.source import prefill
 from kvproto.transport.nixl.transport import NixlTransport
@@ -275,6 +276,32 @@ def any_replica(adapter: Any) -> None:
     tickets._check = check
 
 
+def bound_all_the_same(self: Any, state: Any, attempt: Any, now: float, match: Any = tickets.Tickets._match) -> None:
+    """A Transfer that its prompt refuses has bound the ticket."""
+    before = state.bound
+    match(self, state, attempt, now)
+    state.bound = state.bound or before
+
+
+def drained_alone(self: SinkTransfers, attempt: Any, proof: Proof) -> None:
+    """What Drained says is all that is known, whatever Done has proven."""
+    attempt.proof = proof
+    self._session.move(attempt, "Drained")
+
+
+def hears(kind: type[Any], handle: Callable[[Any, Any, float], None]) -> Callable[[Any], None]:
+    """Have a source handle a message of a transfer otherwise."""
+    return has(SourceTransfers, "handlers", tuple((k, handle if k is kind else h) for k, h in SourceTransfers.handlers))
+
+
+def drained_early(self: SourceTransfers, message: m.Abort, now: float) -> None:
+    """Abort is answered by Drained even where there can be no transfer."""
+    if self._session.state == SessionState.READY:
+        self._abort(message, now)
+    else:
+        self._drained(message)
+
+
 def no_deals(cls: Any, message: Any, read: Any = descriptions.Stated.read) -> Any:
     stated = read(message)
     for i, group in enumerate(stated.geometry.groups):
@@ -336,6 +363,16 @@ FAULTS: dict[str, Fault] = {
     "PROVEN of what goes on": (
         "source", has(SourceTransfers, "_aborted", lambda self, message: None), "LIVE-121", "engine: ",
     ),
+    "Abort before Register is answered by Drained": ("source", hears(m.Abort, drained_early), "LIVE-206", "Error has not come"),
+    "DoneAck is heard at any time": ("source", hears(m.DoneAck, lambda self, message, now: None), "LIVE-208", "Error has not come"),
+    "an Abort that is not recorded is proven": (
+        "source", has(SourceTransfers, "_drained", lambda self, message: self._session.reply(m.Drained, message, proof=Proof.PROVEN)),
+        "LIVE-209", "code: BUSY",
+    ),
+    "a Transfer that its prompt refuses has bound the ticket": (
+        "source", has(tickets.Tickets, "_match", bound_all_the_same), "LIVE-192", "Transfer was refused: TICKET_BOUND",
+    ),
+    "Drained takes back what Done has proven": ("sink", has(SinkTransfers, "_ended", drained_alone), "LIVE-905", "pages are free"),
     "another engine in Welcome": ("source", says(m.Welcome, engine="other"), "LIVE-101", "Welcome of 'other'"),
     "no endpoint of its own in Welcome": ("source", says(m.Welcome, endpoints=lambda w: (attrs.evolve(w.endpoints[0], rank=7),)), "LIVE-101", "Welcome of"),
     "no Data is the last": ("source", says(m.Data, last=False), "LIVE-102", "Done, though"),

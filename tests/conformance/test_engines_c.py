@@ -21,14 +21,6 @@ from tools.prove import source_c
 TESTEES = Path(__file__).parents[2] / "conformance/testees"
 FLAGS = ["-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-O1", "-g", "-fsanitize=address,undefined",
          "-fno-sanitize-recover=all"]  # fmt: skip
-
-LEFT_OUT = {"LIVE-329", "LIVE-845"}
-"""No sink has to watch the process that writes, or to say in what two ranks differ.
-
-This one does neither.
-"""
-
-
 CLAIMED = {"source": {"DEALS", "INLINE", "RESUME", "SECTIONS", "VERIFY"}, "sink": {"DEALS", "INLINE", "SECTIONS"}}
 """Extensions by which they are played with."""
 APART = """import json, subprocess, sys
@@ -131,7 +123,7 @@ def test_they_pass_the_live_driver(engines: dict[str, str], role: str, level: st
     chosen = [
         each
         for each in list_scenarios(role)
-        if each.level == level and not each.slow and {*each.extensions} <= CLAIMED[role] and each.id not in LEFT_OUT
+        if each.level == level and not each.slow and {*each.extensions} <= CLAIMED[role]
     ]
     assert len(chosen) > 20
     found = {each.id: (each.status, each.text) for each in run([engines[role]], chosen)}

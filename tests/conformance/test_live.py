@@ -78,6 +78,27 @@ def test_extensions_are_asked_of_those_who_name_them(
     assert played == [{some}]
 
 
+@pytest.mark.parametrize(("id", "said", "status"), [("LIVE-896", "nonstrict", 0), ("LIVE-845", "fail", 1)])
+def test_who_breaks_a_should_is_nonstrict(
+    id: str, said: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a whole run of the suite; who breaks a MUST fails."""
+    monkeypatch.setattr(alone, "run", lambda _, chosen: (Result(s.id, "fail", (), "", "", 0.0) for s in chosen))
+    assert alone.main(["--role", "sink", "--id", id, "--", "adapter"]) == status
+    assert capsys.readouterr().out.startswith(f"{said} ")
+
+
+@pytest.mark.parametrize(
+    ("id", "times"),
+    [("LIVE-123", 12), ("LIVE-340", 22), pytest.param("LIVE-319", 22, id="whose pages nobody can give back")],
+)
+def test_a_scenario_may_run_as_often_as_one_likes(id: str, times: int) -> None:
+    """It gives back what the engine's pool of 64 pages has lent it, or the engine begins anew."""
+    chosen = [SCENARIOS[id]] * times
+    found = [(r.status, r.text) for r in run(adapter(f"live_{chosen[0].role}.py"), chosen)]
+    assert found == [("pass", "")] * times
+
+
 @pytest.mark.parametrize(("role", "id"), [("source", "LIVE-103"), ("sink", "LIVE-303")])
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_the_reference_engines_pass_with_their_own_pools_and_attention(framework: str, role: str, id: str) -> None:

@@ -323,6 +323,28 @@ def test_a_transfer_beyond_the_window_is_busy_and_its_abort_is_remembered() -> N
     assert (type(answer), answer.code) == (m.Failed, ErrorCode.ABORTED)
 
 
+def test_an_abort_that_cannot_be_recorded_is_not_proven() -> None:
+    """KVP-END-UNSEEN, KVP-END-PROVEN: it is answered by Drained all the same, and its transfer may still come."""
+    world = Heard()
+    (number,) = world.sources["s0"].sessions
+    aborts = [m.Abort(session=number, request=900 + n, sequence=2 + n, reason="") for n in range(2 * MAX_TRANSFERS + 1)]
+    answers = [answer for abort in aborts for answer in world.say(abort)]
+    assert [answer.proof for answer in answers] == [Proof.PROVEN] * 2 * MAX_TRANSFERS + [Proof.UNPROVABLE]
+
+
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_a_done_ack_that_is_not_due_is_refused(sequence: int) -> None:
+    """KVP-SES-STATE, KVP-ERR-ALONE: before Done, and of a transfer that never was."""
+    world = Heard()
+    world.asked(finished=False)
+    (transfer,) = world.of(m.Transfer)
+    (answer,) = world.say(m.DoneAck(session=transfer.session, request=900, sequence=sequence))
+    assert (type(answer), answer.code, answer.path) == (m.Error, ErrorCode.UNEXPECTED_MESSAGE, "sequence")
+    world.sources["s0"].finish(bytes(transfer.ticket))
+    world.serve()
+    assert world.events("d0", "Arrived")
+
+
 def test_an_abort_ends_the_resends_of_its_transfer() -> None:
     """KVP-END-UNSEEN: a Transfer that was aborted is not asked again."""
     world = Heard()

@@ -166,7 +166,12 @@ class DecodeRun(Run):
         self.hand_over(self.ready())
 
     def leave(self) -> None:
-        """Close all peers, and let the engine forget them."""
+        """Close all peers, and let the engine forget them, and what it has fetched."""
+        for id in sorted(self.engine.held):
+            if self.engine.ask("wait", id=id, seconds=0.0)["state"] == "waiting":
+                self.engine.ask("abort", id=id)
+            if self.engine.ask("wait", id=id, seconds=0.1).get("free"):
+                self.engine.ask("release", id=id)
         super().leave()
         for peer in self.peers:
             if isinstance(peer, Source) and peer.rank == min(peer.endpoints):

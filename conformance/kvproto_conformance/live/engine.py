@@ -23,6 +23,8 @@ from typing import Any, BinaryIO
 Json = dict[str, Any]
 _LONGEST_LINE = 1 << 24
 _TAIL = 2048
+_OVER = ("freed", "undelivered", "expired")
+"""What a source says of a request whose pages are its own again."""
 _CLOSING = 2.0
 """Seconds in which its output is closed once it is killed, unless a process in a session of its own holds it open."""
 
@@ -58,6 +60,8 @@ class Engine:
         os.set_blocking(self._program.stdin.fileno(), False)
         self._lines: queue.Queue[bytes] = queue.Queue()
         self._seq = 0
+        self.held: set[str] = set()
+        """Ids of requests and fetches whose pages it has not got back."""
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
@@ -80,7 +84,12 @@ class Engine:
         answer = self.answer(op, within, **more)
         if "err" in answer:
             raise EngineFault("garbage", f"{op} was answered by {answer['err']}")
-        return dict(answer["ok"])
+        found = dict(answer["ok"])
+        if op in ("request", "fetch"):
+            self.held.add(more["id"])
+        elif op == "release" or found.get("state") in _OVER:
+            self.held.discard(more["id"])
+        return found
 
     def answer(self, op: str, within: float = 60.0, **more: Any) -> Json:
         """The same, but returns the whole answer, with `ok` or `err`."""

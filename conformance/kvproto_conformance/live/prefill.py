@@ -193,6 +193,10 @@ class PrefillRun(Run):
     def leave(self) -> None:
         """Close all peers, and look whether the engine has let go of them."""
         super().leave()
+        for id in sorted(self.engine.held):
+            if self.engine.ask("wait", id=id, seconds=0.0)["state"] == "held":
+                self.engine.ask("fail", id=id, reason="the scenario is over")
+                self.engine.ask("wait", id=id, seconds=0.5)
         end = time.monotonic() + 5.0
         while (held := [n for n in self._nonces if holds(self.engine.pids, n)]) and time.monotonic() < end:
             time.sleep(0.002)

@@ -31,7 +31,8 @@ class Result:
 
     Fields:
         id: The scenario's id.
-        status: pass, fail, error (the engine crashed, hung or answered garbage), suite-error, or unsupported.
+        status: pass, fail (of what is a SHOULD too), error (the engine crashed, hung or answered garbage), suite-error,
+            or unsupported.
         checks: What was checked, in order.
         text: Why it did not pass; empty if it did.
         clause: The clause that was broken, if known.
@@ -56,7 +57,8 @@ def list_scenarios(role: str | None = None, level: str | None = None) -> list[Sc
 def run(command: Sequence[str], scenarios: Iterable[Scenario], seconds: float = math.inf) -> Iterator[Result]:
     """Run scenarios with an adapter that `command` starts.
 
-    An engine serves all scenarios of its world and transport, until one does not pass. One that does not answer `open`
+    An engine serves all scenarios of its world and transport, until one does not pass or leaves pages that nobody can
+    give back. One that does not answer `open`
     is not started for that world and transport again. One that has left three questions unanswered, or has had this
     many `seconds`, is asked nothing more. Scenarios over SHM go over INLINE with an engine that has no SHM; of
     what they say of memory that another process writes it is asked nothing, and it passes them.
@@ -107,7 +109,7 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario], seconds: float = 
                 continue
             result = _one(live, each)
             silences += result.status == "error" and result.text.startswith("timeout")
-            if each.spoils or result.status not in ("pass", "unsupported"):
+            if each.spoils or result.status not in ("pass", "unsupported") or live.engine.held:
                 live.stop()
                 live = None
             yield result

@@ -75,18 +75,6 @@ static void check_columns(const Session *session, const Node *map) {
 
 /* ---- regions ---- */
 
-static void this_boot(uint8_t boot[16]) {
-    char digits[64] = "";
-    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
-    if (!file || !fgets(digits, sizeof digits, file)) abort();
-    fclose(file);
-    int n = 0;
-    for (const char *c = digits; *c && n < 32; c++)
-        if (*c != '-' && *c != '\n') {
-            boot[n / 2] = (uint8_t)((n % 2 ? boot[n / 2] : 0) | (*c <= '9' ? *c - '0' : *c - 'a' + 10) << (n % 2 ? 0 : 4));
-            n++;
-        }
-}
 static const Node *handle_known(const Node *region) { /* the first handle by which this engine can reach it */
     Node handles = field(L_Region, region, "handles"), boot = field(L_Region, region, "boot");
     uint8_t here[16];
@@ -198,24 +186,17 @@ static void check_routes(const Session *session, const Node *map) {
 }
 static void send_registered(Session *session) {
     Text json = {0};
-    struct stat about;
+    uint64_t start;
     uint8_t boot[16];
     this_boot(boot);
     form(&json, "{\"session\": \"%llu\", \"request\": \"%llu\", \"epoch\": \"%llu\", \"transport\": \"%s\", ", (unsigned long long)session->id, (unsigned long long)session->sink->registered,
         (unsigned long long)session->sink->epoch, pool.shared ? "SHM" : "INLINE");
     form_routes(&json, session);
-    char line[1024] = "";
-    FILE *file = fopen("/proc/self/stat", "r");
-    if (pool.shared && file && fgets(line, sizeof line, file) && strrchr(line, ')') && !stat("/proc/self/ns/pid", &about)) {
-        unsigned long long start = 0;
-        const char *from = strrchr(line, ')') + 1; /* field 3 comes next */
-        for (int n = 3; n < 22 && from; n++) from = strchr(from + 1, ' ');
-        if (from) start = strtoull(from, NULL, 10);
+    if (pool.shared && pid_namespace() && start_of((uint64_t)getpid(), &start)) {
         form(&json, ", \"process\": {\"boot\": \"");
         form_hex(&json, boot, 16);
-        form(&json, "\", \"namespace\": \"%llu\", \"pid\": \"%lld\", \"start\": \"%llu\"}", (unsigned long long)about.st_ino, (long long)getpid(), start);
+        form(&json, "\", \"namespace\": \"%llu\", \"pid\": \"%lld\", \"start\": \"%llu\"}", (unsigned long long)pid_namespace(), (long long)getpid(), (unsigned long long)start);
     }
-    if (file) fclose(file);
     form(&json, "}");
     notice(session, L_Registered, json.text);
     free(json.text);

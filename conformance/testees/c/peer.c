@@ -1,8 +1,10 @@
 /* What the two sides of a session have in common: who this engine is, frames out, requests that are sent again, the ids of a frame that cannot be read; from session.md, errors.md,
  * registration.md and transfers.md. Included by session.c and serve.c, which say what is left open here. */
 #include "pool.c"
+#include <errno.h>
 #include <poll.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <zmq.h>
 
@@ -17,11 +19,13 @@ struct Session { /* with one rank of the peer */
     struct Sink *sink;     /* of a source's session */
     void *socket;
     int state;
-    bool verify, known; /* known: the source's rank has said who it is */
+    bool verify, known, writer_ended; /* known: the source's rank has said who it is */
+    int writer; /* the process that writes into this sink's memory, as a descriptor; 0 where it is not watched */
     uint64_t rank, id, version, sequence, next_request, max_body, max_transfers, total, counted; /* rank: the peer's; version: of the peer's Description; total, counted: bytes of Data */
     Request *requests;
     Block *memory; /* of the Description and the plan */
     Side *side;
+    const Node *stated; /* the peer's Description */
     uint64_t (*box)[ROW]; /* the plan */
     size_t boxes;
     char digest[32];
@@ -64,6 +68,35 @@ static bool may_connect(const char *address) { /* ipc in a directory that others
     strcpy(folder, address + 6);
     *strrchr(folder, '/') = 0;
     return !stat(*folder ? folder : "/", &about) && S_ISDIR(about.st_mode) && !(about.st_mode & 077);
+}
+
+/* ---- this host and its processes ---- */
+
+static void this_boot(uint8_t boot[16]) {
+    char digits[64] = "";
+    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
+    if (!file || !fgets(digits, sizeof digits, file)) abort();
+    fclose(file);
+    int n = 0;
+    for (const char *c = digits; *c && n < 32; c++)
+        if (*c != '-' && *c != '\n') {
+            boot[n / 2] = (uint8_t)((n % 2 ? boot[n / 2] : 0) | (*c <= '9' ? *c - '0' : *c - 'a' + 10) << (n % 2 ? 0 : 4));
+            n++;
+        }
+}
+static bool start_of(uint64_t pid, uint64_t *start) { /* field 22 of what /proc says of a process; false where it says nothing */
+    char path[64], line[1024];
+    snprintf(path, sizeof path, "/proc/%llu/stat", (unsigned long long)pid);
+    FILE *file = fopen(path, "r");
+    const char *from = file && fgets(line, sizeof line, file) ? strrchr(line, ')') : NULL;
+    for (int n = 2; n < 22 && from; n++) from = strchr(from + 1, ' ');
+    if (from) *start = strtoull(from, NULL, 10);
+    if (file) fclose(file);
+    return from;
+}
+static uint64_t pid_namespace(void) {
+    struct stat about;
+    return stat("/proc/self/ns/pid", &about) ? 0 : (uint64_t)about.st_ino;
 }
 
 /* ---- frames out ---- */

@@ -728,6 +728,7 @@ static void done_ack(Session *session, const Node *map) {
         if (number(L_DoneAck, map, "sequence") > session->sequence) deny("UNEXPECTED_MESSAGE", "sequence", "no Done", "DoneAck");
         return;
     }
+    if (transfer->state < DONE && !transfer->unseen) deny("UNEXPECTED_MESSAGE", "sequence", "no Done", "DoneAck");
     if (transfer->state == DONE && drop_request(session, L_Done, transfer, request)) {
         transfer->state = ENDED;
         mark_use(session, transfer, DELIVERED);

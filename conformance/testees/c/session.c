@@ -46,6 +46,7 @@ static void end_session(Session *session, const char *why, bool say_goodbye) {
 }
 static void close_session(Session *session) {
     if (session->socket) zmq_close(session->socket);
+    if (session->writer) close(session->writer);
     drop_requests(session, -1);
     Block *outer = blocks;
     blocks = session->memory;
@@ -142,13 +143,11 @@ static Session *session_of(const Source *source, uint64_t rank) {
     return each;
 }
 static void form_region(Text *text) {
-    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
-    char boot[64] = "", digits[33] = "";
-    if (!file || !fgets(boot, sizeof boot, file)) abort();
-    fclose(file);
-    for (char *c = boot, *d = digits; *c && d < digits + 32; c++)
-        if (*c != '-') *d++ = *c;
-    form(text, "[{\"id\": \"0\", \"base\": \"0\", \"length\": \"%zu\", \"kind\": \"HOST\", \"boot\": \"%s\", \"handles\": [{\"transport\": \"%s\", \"data\": \"", pool.size, digits, pool.shared ? "SHM" : "INLINE");
+    uint8_t boot[16];
+    this_boot(boot);
+    form(text, "[{\"id\": \"0\", \"base\": \"0\", \"length\": \"%zu\", \"kind\": \"HOST\", \"boot\": \"", pool.size);
+    form_hex(text, boot, 16);
+    form(text, "\", \"handles\": [{\"transport\": \"%s\", \"data\": \"", pool.shared ? "SHM" : "INLINE");
     if (pool.shared) { /* an array of PID, descriptor and nonce */
         made.size = 0;
         put_number(0x93, 1);
@@ -177,6 +176,32 @@ static void register_memory(Session *session) {
     ask(session, L_Register, 0, json.text);
     free(json.text);
 }
+static bool same_encoding(const Type *type, const Node *one, const Node *other) {
+    if (!one->kind || !other->kind) return one->kind == other->kind;
+    made.size = 0;
+    put(type, one);
+    size_t size = made.size;
+    put(type, other);
+    return made.size == 2 * size && !memcmp(made.text, made.text + size, size);
+}
+static _Noreturn void deny_unlike(const Node *known, const Node *stated) { /* at the first group that differs, or else the first field */
+    const Layout *geometry = &LAYOUTS[L_Geometry];
+    const Field *list = &geometry->fields[field_index(geometry, "groups")];
+    const int at_name = field_index(&LAYOUTS[L_Group], "name");
+    mine_text = "as another rank states it";
+    yours_text = "otherwise";
+    for (int n = 0; n < 2; n++) {
+        Node some = field(L_Geometry, n ? stated : known, "groups"), others = field(L_Geometry, n ? known : stated, "groups");
+        for (size_t i = 0, k; i < some.count; i++) {
+            Node name = some.items[i].items[at_name];
+            for (k = 0; k < others.count && !same(&others.items[k].items[at_name], &name);) k++;
+            if (k == others.count || !same_encoding(list->type.of, &some.items[i], &others.items[k])) unlike("DESCRIPTION_MISMATCH", &(Group){.name = name}, NULL, NULL);
+        }
+    }
+    int i = 0;
+    while (i < geometry->count - 1 && same_encoding(&geometry->fields[i].type, &known->items[i], &stated->items[i])) i++;
+    refuse("DESCRIPTION_MISMATCH", &(Path){NULL, geometry->fields[i].name, 0});
+}
 static void description(Session *session, const Node *map) {
     Node request = field(L_Description, map, "request"), geometry = field(L_Description, map, "geometry"), digest = field(L_Description, map, "digest");
     char found[32];
@@ -186,10 +211,6 @@ static void description(Session *session, const Node *map) {
     if (memcmp(found, digest.bytes, 32)) deny("BAD_DIGEST", "digest", "the digest of the geometry", "another");
     session->version = number(L_Description, map, "version");
     memcpy(session->digest, found, 32);
-    for (const Session *each = session->source->sessions; each; each = each->next) { /* KVP-DSC-RANKS */
-        bool first = each != session && each->state != CLOSED && each->version == 1 && session->version == 1;
-        if (first && memcmp(each->digest, found, 32)) deny("DESCRIPTION_MISMATCH", "geometry", "what another rank states", "another geometry");
-    }
     uint8_t *bytes = get(geometry.count + 1);
     memcpy(bytes, geometry.bytes, geometry.count);
     Node *theirs = get(sizeof *theirs);
@@ -197,6 +218,11 @@ static void description(Session *session, const Node *map) {
     *theirs = body(&LAYOUTS[L_Geometry], bytes, geometry.count);
     session->side = side_of_map(theirs);
     inside = "";
+    session->stated = theirs;
+    for (const Session *each = session->source->sessions; each; each = each->next) { /* KVP-DSC-RANKS */
+        bool first = each != session && each->state != CLOSED && each->version == 1 && session->version == 1;
+        if (first && memcmp(each->digest, found, 32)) deny_unlike(each->stated, theirs);
+    }
     Plan plan = {.source = session->side, .sink = me.side};
     uint64_t(*row)[ROW] = plan_rows(&plan, &session->boxes);
     session->box = get((session->boxes + 1) * sizeof *row);
@@ -216,6 +242,21 @@ static void description(Session *session, const Node *map) {
             return;
         }
     became_ready(session->source); /* a rank without a route takes part in nothing */
+}
+static void watch_writer(Session *session, const Node *process) { /* whose end proves that it writes no more; not the end of one that cannot be seen from here (KVP-REG-DEATH) */
+    uint8_t here[16];
+    uint64_t pid = number(L_Process, process, "pid"), start;
+    this_boot(here);
+    if (memcmp(field(L_Process, process, "boot").bytes, here, 16) || number(L_Process, process, "namespace") != pid_namespace() || pid > INT32_MAX) return;
+    int writer = (int)syscall(SYS_pidfd_open, (pid_t)pid, 0);
+    session->writer_ended = writer < 0 && errno == ESRCH;
+    if (writer >= 0 && start_of(pid, &start) && start == number(L_Process, process, "start")) session->writer = writer; /* opened before it is compared: a PID is given again */
+    else if (writer >= 0) close(writer);
+}
+static bool has_writer(Session *session) { /* false once no process is left that could write into shared memory */
+    struct pollfd writer = {.fd = session->writer, .events = POLLIN};
+    if (session->writer && poll(&writer, 1, 0) == 1) session->writer_ended = true;
+    return !session->writer_ended;
 }
 static void registered_by(Session *session, const Node *map) {
     Node request = field(L_Registered, map, "request"), routes = field(L_Registered, map, "routes"), digest = field(L_Registered, map, "plan");
@@ -239,6 +280,8 @@ static void registered_by(Session *session, const Node *map) {
     if (number(L_Registered, map, "epoch") != 1) deny("OUT_OF_RANGE", "epoch", "1", "another");
     const char *transport = name_of(&ENUMS[E_Transport], number(L_Registered, map, "transport"));
     if (!transport || strcmp(transport, pool.shared ? "SHM" : "INLINE")) deny("NO_TRANSPORT", "transport", pool.shared ? "SHM" : "INLINE", "another");
+    Node process = field(L_Registered, map, "process");
+    if (pool.shared && process.kind) watch_writer(session, &process);
     session->state = READY;
     if (!pool.shared) grant_credit(session);
     became_ready(session->source);

@@ -25,7 +25,8 @@ static Fetch *fetches;
 static bool is_free(const Fetch *fetch) { /* KVP-END-REUSE */
     for (size_t i = 0; i < fetch->attempt_count; i++) {
         int state = fetch->attempts[i].state;
-        if (state != UNSENT && state != DONE && state != PROVEN && !(state == ABORTING && !pool.shared) && !(state == UNPROVABLE && !pool.shared)) return false;
+        if (state == UNSENT || state == DONE || state == PROVEN || ((state == ABORTING || state == UNPROVABLE) && !pool.shared)) continue;
+        if (!fetch->attempts[i].session || has_writer(fetch->attempts[i].session)) return false;
     }
     return true; /* inline, nobody but this process writes: what it unpacks no more is free */
 }

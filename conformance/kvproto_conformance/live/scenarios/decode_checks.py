@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from hashlib import sha256
 from typing import Any
 
 from kvproto_conformance.claims import extensions_with
@@ -138,6 +139,21 @@ for _id, _title, _wrong, _codes, _clause in (
 ):  # fmt: skip
     scenario(_id, f"{_title}: what waits is lost", _clause, role="sink", level="L4", must=_id != "LIVE-866",
              guards=_BELIEVED)(_ended(_wrong, "PEER_LOST", *_codes))  # fmt: skip
+
+
+@scenario("LIVE-906", "a Description whose geometry ends early", "KVP-DSC-PATH", role="sink", level="L4",
+          guards="A parser of Descriptions ends the engine, or names the wrong bytes.")  # fmt: skip
+def _cut_short(run: DecodeRun) -> None:
+    (source,), prompt = run.source(), run.prompt()
+    run.connect(source)
+    run.fetch(source, prompt)
+    source.welcome()
+    data = bytes.fromhex(world.digest_of(source.geometry)[0])[:-1]
+    source.describe(geometry=data.hex(), digest=sha256(data).hexdigest())
+    run.lost(prompt, "PEER_LOST", "TRUNCATED")
+    paths = [frame.fields["path"] for frame in source.silence(0.1) if frame.name == "Error"]  # or Goodbye alone
+    run.check("inside the geometry", all(path.startswith("geometry") for path in paths), str(paths), "KVP-DSC-PATH")
+    source.session = ""
 
 
 @scenario("LIVE-870", "a Done that is refused is not acknowledged", "KVP-TRN-REFUSE", role="sink", level="L4",

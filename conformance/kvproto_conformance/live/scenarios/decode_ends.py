@@ -32,14 +32,6 @@ def _is_free(run: DecodeRun, source: Source, prompt: Prompt, clause: str) -> Non
         run.engine.ask("release", id=prompt.id)
 
 
-def _let_go(run: DecodeRun, *prompts: Prompt) -> None:
-    """Give fetches up, and their pages back if they are free, as other scenarios need them."""
-    for prompt in prompts:
-        run.engine.ask("abort", id=prompt.id)
-        if run.state(prompt, 0.1).get("free"):
-            run.engine.ask("release", id=prompt.id)
-
-
 def _not_free(run: DecodeRun, source: Source, prompt: Prompt, clause: str) -> None:
     """Check that the engine still waits for proof."""
     source.silence(0.1)
@@ -138,7 +130,6 @@ def _unknown(run: DecodeRun) -> None:
     if hello is not None:
         source.heard.append(source.watch.see(hello.raw, ENGINE))
     run.lost(prompt, "PEER_LOST", "UNKNOWN_SESSION", free=False)
-    _let_go(run, prompt, given_up)
     following = run.prompt()
     run.fetch(source, following)
     source.ready()
@@ -168,7 +159,6 @@ def _superseded(run: DecodeRun) -> None:
     run.fetch(source, following)
     heard = [frame.name for frame in source.silence(0.3)]
     run.check("no Transfer", "Transfer" not in heard, str(heard), "KVP-SES-REVOKED")
-    _let_go(run, prompt, following)
 
 
 def _late(say: Callable[[DecodeRun, Source, Asked, Prompt, Frame], Json]) -> Any:
@@ -313,7 +303,6 @@ def _registered(change: Json) -> Any:
         source.expect("Goodbye", clause="KVP-REG-CHECK")
         found = run.state(prompt)
         run.check("fetch lost", found["state"] == "lost", str(found), "KVP-SES-LOST")
-        _let_go(run, prompt)
         source.session = ""
 
     return script

@@ -300,7 +300,7 @@ def _contradicting(run: DecodeRun) -> None:
 
 
 @scenario("LIVE-845", "a source rank that has a draft which the other has not: the Error names it", "KVP-DSC-RANKS",
-          "KVP-ERR-REPORT", role="sink", level="L4", must=False,
+          "KVP-ERR-REPORT", role="sink", level="L4",
           guards="Ranks were started with other options, and all that is said is that hashes differ.")  # fmt: skip
 def _draft_on_one(run: DecodeRun) -> None:
     def more(geometry: Json) -> Json:
@@ -314,5 +314,5 @@ def _draft_on_one(run: DecodeRun) -> None:
 
     _, prompt, found = _unlike(run, more)
     path = found["path"]
-    run.check("path", path.startswith("groups[draft]"), f"{path!r}, not 'groups[draft]'", "KVP-ERR-REPORT")
+    run.check("path", path.startswith("groups[draft]"), f"{path!r}, not 'groups[draft]'", "KVP-DSC-RANKS")
     run.lost(prompt, "DESCRIPTION_MISMATCH")

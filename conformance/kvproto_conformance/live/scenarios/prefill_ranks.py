@@ -255,3 +255,44 @@ def _no_credit(run: PrefillRun) -> None:
     sink.misstate("Credit", kind="INLINE", total="100", epoch=str(sink.epoch))
     run.refused(sink, None, "Error", "UNEXPECTED_MESSAGE", "", "KVP-SES-STATE")
     run.hand_over(sink)
+
+
+@scenario("LIVE-208", "DoneAck before Done, and of a transfer that never was", "KVP-SES-STATE", level="L4",
+          guards="A message at the wrong time ends a transfer, and frees its pages under the copy.")  # fmt: skip
+def _early_answer(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask("Transfer", "Accepted", **sink.transfer(made))
+    for sequence in (int(made.sequence), int(made.sequence) + 7):
+        sink.misstate("DoneAck", sequence=str(sequence))
+        run.refused(sink, None, "Error", "UNEXPECTED_MESSAGE", "sequence", "KVP-SES-STATE")
+    run.fill(prompt)
+    run.finish(prompt)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+
+
+@scenario("LIVE-209", "Aborts of more unseen transfers than a source records: each has its Drained", "KVP-END-UNSEEN",
+          "KVP-END-PROVEN", level="L4",
+          guards="A source has proven an Abort that it forgets, or a sink never hears what became of it.")  # fmt: skip
+def _many_aborts(run: PrefillRun) -> None:
+    sink = run.sink()
+    most = min(int(sink.greet().fields["limits"]["max_transfers"]), 1024)
+    sink.describe(sink.geometry or {})
+    sink.allocate()
+    run.keep(sink)
+    sink.register()
+    numbers = [str(2 + n) for n in range(2 * most + 2)]  # 1 stays open, so that none is below the low-water mark
+    drained = {each: sink.ask("Abort", "Drained", sequence=each, reason="over") for each in numbers}
+    proven = [each for each, found in drained.items() if found.fields["proof"] == "PROVEN"]
+    prompt = run.prompt()
+    run.serve(prompt)
+    for number in proven[:1] + proven[-1:]:
+        fields = sink.transfer(sink.request(prompt.key, prompt.tokens)) | {"sequence": number}
+        id = sink.misstate("Transfer", **fields)
+        run.refused(sink, id, "Failed", "ABORTED", "sequence", "KVP-END-UNSEEN", number)
+    run.untouched(sink)
+    run.engine.ask("fail", id=prompt.id, reason="over")
+    sink.sequences = 0
+    run.hand_over(sink)
