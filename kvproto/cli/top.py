@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     )
     top = commands.add_parser("top", help="watch Sources and Sinks at work, in a terminal")
     top.add_argument("feed", nargs="+", metavar="ADDRESS|FILE", help=where)
-    top.add_argument("--once", action="store_true", help="watch for two seconds, print the state, and exit")
+    top.add_argument("--once", action="store_true", help="print the state once every feed has told its figures twice, within two seconds, and exit")
     tail.set_defaults(run=_run)
     top.set_defaults(run=_run)
 
@@ -170,13 +170,18 @@ def _top(feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, once: b
             table.add_row(*cells, style="yellow" if troubled else "")
         return Group(table, Text(), *map(Text, latest[-_LATEST:]))
 
-    def look(until: float | None) -> None:
+    def heard_twice() -> bool:
+        return all(feed.ended or states[id(feed)].before[0] for feed in feeds)
+
+    def look(until: float, enough: Callable[[], bool] = lambda: False) -> None:
         for feed, line in _lines_of(feeds, selector, until):
             if line["kind"] == "metrics":
                 states[id(feed)].hear(line)
             elif line.get("level") not in ("DEBUG", None):  # the table shows what goes well
                 latest.append(_line_text(line))
                 del latest[:-_LATEST]
+            if enough():
+                break
         for feed in feeds:
             states[id(feed)].ended = feed.live and feed.ended
 
@@ -184,7 +189,7 @@ def _top(feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, once: b
     if not console.is_terminal:
         console = Console(width=2 * _NARROW)
     if once or not console.is_terminal:
-        look(time.monotonic() + 2.2 * _EVERY)
+        look(time.monotonic() + 2.2 * _EVERY, heard_twice)
         console.print(drawn(), soft_wrap=True)
         return
     with Live(drawn(), console=console, screen=True, auto_refresh=False) as live:
