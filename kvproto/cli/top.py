@@ -34,7 +34,11 @@ def add(commands: Any) -> None:
     )
     top = commands.add_parser("top", help="watch Sources and Sinks at work, in a terminal")
     top.add_argument("feed", nargs="+", metavar="ADDRESS|FILE", help=where)
-    top.add_argument("--once", action="store_true", help="print the state once every feed has told its figures twice, within two seconds, and exit")
+    top.add_argument(
+        "--once",
+        action="store_true",
+        help="print the state once every feed has told its figures twice, within two seconds, and exit",
+    )
     tail.set_defaults(run=_run)
     top.set_defaults(run=_run)
 
