@@ -205,8 +205,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one worker begin, so that none of them is left over at the end."""
-    items.sort(key=lambda item: _file(item.path) not in ONE_WORKER)
+    """Tests of one worker begin, and slow ones follow, so that no worker has a long test left at the end."""
+    items.sort(key=lambda item: (_file(item.path) not in ONE_WORKER, item.get_closest_marker("slow") is None))
 
 
 def pytest_collection_finish() -> None:
