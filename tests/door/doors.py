@@ -50,10 +50,10 @@ class Two:
         self.ticket: kvproto.Ticket = kvproto.new_ticket(source.name)
         self.told: list[Event] = []
 
-    def turn(self, times: int = 1) -> None:
-        """Turns of those that have no thread; their events are kept."""
+    def turn(self, times: int = 1, longest: float = 0.005) -> None:
+        """Turns of those that have no thread, each after no longer than this; their events are kept."""
         for door in (self.source, self.sink) * times:
-            self.told += door.events() if door.options.thread else door.step(0.005)
+            self.told += door.events() if door.options.thread else door.step(longest)
 
     def asked(
         self, pages: list[int], made: kvproto.Ticket | None = None, **fetch: Any
@@ -71,8 +71,7 @@ class Two:
         """Turns, as soon as either side has something to do, until it is true; what it returned."""
         end = time.monotonic() + 40
         while time.monotonic() < end:
-            for door in (self.source, self.sink):
-                self.told += door.events() if door.options.thread else door.step(0.0)
+            self.turn(longest=0.0)
             if found := condition():
                 return found
             self._rest()
@@ -82,8 +81,8 @@ class Two:
         """Turns until neither side has had anything to do for some milliseconds."""
         quiet = 0
         for _ in range(400):
+            self.turn(longest=0.0)
             for door in (self.source, self.sink):
-                self.told += door.events() if door.options.thread else door.step(0.0)
                 with door._driver._lock:  # no turn is under way
                     pass
             for background in (self.source._node._background, self.sink._node._context.background):
@@ -100,7 +99,7 @@ class Two:
             with contextlib.suppress(LocalError):  # closed
                 poll.register(driver.fileno(), select.POLLIN)
                 pause = min(pause, pause if (timer := driver.next_timer()) is None else timer)
-        return bool(poll.poll(1000 * pause))
+        return bool(poll.poll(1000 * pause)) or not pause
 
 
 @contextmanager
