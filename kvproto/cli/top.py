@@ -178,14 +178,12 @@ def _top(feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, once: b
         return all(feed.ended or states[id(feed)].before[0] for feed in feeds)
 
     def look(until: float, enough: Callable[[], bool] = lambda: False) -> None:
-        for feed, line in _lines_of(feeds, selector, until):
+        for feed, line in _lines_of(feeds, selector, until, enough):
             if line["kind"] == "metrics":
                 states[id(feed)].hear(line)
             elif line.get("level") not in ("DEBUG", None):  # the table shows what goes well
                 latest.append(_line_text(line))
                 del latest[:-_LATEST]
-            if enough():
-                break
         for feed in feeds:
             states[id(feed)].ended = feed.live and feed.ended
 
@@ -273,13 +271,17 @@ def _is_number(value: Any) -> bool:
 
 
 def _lines_of(
-    feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, until: float | None
-) -> Iterator[tuple[_FeedReader, Line]]:
-    """The lines of all feeds as they come, until a time of `time.monotonic`, if given, or until all have ended."""
+    feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, until: float | None,
+    enough: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[_FeedReader, Line]]:  # fmt: skip
+    """The lines of all feeds as they come, until a time of `time.monotonic`, if given, or until all have ended.
+
+    Files are read to their end; of what has come by a socket all is told before `enough` is asked.
+    """
     for feed in feeds:
         while not (feed.live or feed.ended):
             yield from ((feed, line) for line in feed.take())
-    while not all(feed.ended for feed in feeds):
+    while not (all(feed.ended for feed in feeds) or enough()):
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
             return
