@@ -271,9 +271,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _lines_of(
-    feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, until: float | None,
+    feeds: Sequence[_FeedReader],
+    selector: selectors.BaseSelector,
+    until: float | None,
     enough: Callable[[], bool] = lambda: False,
-) -> Iterator[tuple[_FeedReader, Line]]:  # fmt: skip
+) -> Iterator[tuple[_FeedReader, Line]]:
     """The lines of all feeds as they come, until a time of `time.monotonic`, if given, or until all have ended.
 
     Files are read to their end; of what has come by a socket all is told before `enough` is asked.
