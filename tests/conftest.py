@@ -35,7 +35,9 @@ SLOW = {
     "conformance/test_dcp.py::test_two_deals_agree",
     "conformance/test_driver.py::test_a_degenerate_testee_earns_nothing",
     "conformance/test_driver.py::test_a_hello_that_says_nothing_makes_an_invalid_run",
-    "conformance/test_driver.py::test_what_is_silent_too_often_is_asked_no_more",
+    "conformance/test_fresh.py::test_a_testee_that_remembers_the_vectors_is_nonconformant",
+    "conformance/test_fresh.py::test_one_of_them_is_replayed_as_it_was_asked",
+    "conformance/test_fresh.py::test_what_is_known_to_fail_has_none",
     "conformance/test_live.py",
     "conformance/test_meeting.py",
     "conformance/test_planner.py",
@@ -76,6 +78,7 @@ SLOW = {
     "node/test_pull.py::test_a_source_is_killed_while_it_is_read",
     "node/test_sources.py",
     "node/test_tensors.py",
+    "plan/test_aliasing.py::test_items_are_refused_exactly_if_a_byte_is_claimed_twice",
     "plan/test_aliasing.py::test_no_byte_that_is_claimed_twice_gets_past_the_check",
     "plan/test_block_scales.py::test_blocks_move_with_their_scales",
     "plan/test_deals.py",
@@ -107,6 +110,7 @@ SLOW = {
     "tiers/test_catalogue.py::test_what_is_told_is_what_is_found",
     "tiers/test_groups.py::test_a_writer_of_several_pages_that_is_killed_leaves_whole_ones",
     "tiers/test_index.py::test_every_slot_is_freed_once_whatever_fails_when",
+    "tiers/test_power.py",
     "tiers/test_relayout.py::test_whatever_the_sizes_are",
     "tiers/test_relayout.py::test_two_engines_of_other_sizes_write_and_evict_at_once_over_one_folder",
     "tiers/test_storage.py",
@@ -205,8 +209,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one worker begin, so that none of them is left over at the end."""
-    items.sort(key=lambda item: _file(item.path) not in ONE_WORKER)
+    """Tests of one worker begin, and slow ones follow, so that no worker has a long test left at the end."""
+    items.sort(key=lambda item: (_file(item.path) not in ONE_WORKER, item.get_closest_marker("slow") is None))
 
 
 def pytest_collection_finish() -> None:

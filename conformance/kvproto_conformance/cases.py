@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,16 @@ class Case:
 
 
 def load(folder: Path = VECTORS) -> list[Case]:
-    """All cases of a folder, by suite, then by file, then in file order."""
+    """All cases of a folder, by suite, then by file, then in file order; the suite's own are read once."""
+    return [*_own()] if folder == VECTORS else _read(folder)
+
+
+@cache
+def _own() -> tuple[Case, ...]:
+    return (*_read(VECTORS),)
+
+
+def _read(folder: Path) -> list[Case]:
     found = []
     for pattern, cases_of in _FILES.items():
         for path in sorted(folder.glob(pattern)):

@@ -30,6 +30,8 @@ _WORDS = 2048
 _STDOUT = "stdout is for answers alone, print notes to stderr"
 _START = 4
 """How many times the patience the first answer may take, as an interpreter and its libraries have to start."""
+_ENDING = 2.0
+"""Seconds in which a testee that has closed its output ends, at most."""
 
 
 class CannotStart(Exception):
@@ -170,7 +172,7 @@ class Testee:
     def _death(self, process: _Process, end: float) -> Broken:
         """How it ended, now that its output is closed, if it does end."""
         try:
-            status = process.popen.wait(max(0.1, min(2.0, end - time.monotonic())))
+            status = process.popen.wait(max(0.1, min(_ENDING, end - time.monotonic())))
         except subprocess.TimeoutExpired:
             return Broken("crash", "it closed its output")
         with contextlib.suppress(OSError):

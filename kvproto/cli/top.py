@@ -33,7 +33,11 @@ def add(commands: Any) -> None:
     )
     top = commands.add_parser("top", help="watch Sources and Sinks at work, in a terminal")
     top.add_argument("feed", nargs="+", metavar="ADDRESS|FILE", help=where)
-    top.add_argument("--once", action="store_true", help="watch for two seconds, print the state, and exit")
+    top.add_argument(
+        "--once",
+        action="store_true",
+        help="print the state once every feed has told its figures twice, within two seconds, and exit",
+    )
     tail.set_defaults(run=_run)
     top.set_defaults(run=_run)
 
@@ -169,8 +173,11 @@ def _top(feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, once: b
             table.add_row(*cells, style="yellow" if troubled else "")
         return Group(table, Text(), *map(Text, latest[-_LATEST:]))
 
-    def look(until: float | None) -> None:
-        for feed, line in _lines_of(feeds, selector, until):
+    def heard_twice() -> bool:
+        return all(feed.ended or states[id(feed)].before[0] for feed in feeds)
+
+    def look(until: float, enough: Callable[[], bool] = lambda: False) -> None:
+        for feed, line in _lines_of(feeds, selector, until, enough):
             if line["kind"] == "metrics":
                 states[id(feed)].hear(line)
             elif line.get("level") not in ("DEBUG", None):  # the table shows what goes well
@@ -183,7 +190,7 @@ def _top(feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, once: b
     if not console.is_terminal:
         console = Console(width=2 * _NARROW)
     if once or not console.is_terminal:
-        look(time.monotonic() + 2.2 * _EVERY)
+        look(time.monotonic() + 2.2 * _EVERY, heard_twice)
         console.print(drawn(), soft_wrap=True)
         return
     with Live(drawn(), console=console, screen=True, auto_refresh=False) as live:
@@ -263,13 +270,19 @@ def _is_number(value: Any) -> bool:
 
 
 def _lines_of(
-    feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, until: float | None
+    feeds: Sequence[_FeedReader],
+    selector: selectors.BaseSelector,
+    until: float | None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[_FeedReader, Line]]:
-    """The lines of all feeds as they come, until a time of `time.monotonic`, if given, or until all have ended."""
+    """The lines of all feeds as they come, until a time of `time.monotonic`, if given, or until all have ended.
+
+    Files are read to their end; of what has come by a socket all is told before `enough` is asked.
+    """
     for feed in feeds:
         while not (feed.live or feed.ended):
             yield from ((feed, line) for line in feed.take())
-    while not all(feed.ended for feed in feeds):
+    while not (all(feed.ended for feed in feeds) or enough()):
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
             return

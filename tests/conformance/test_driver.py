@@ -63,9 +63,17 @@ def test_it_is_right(few: Path, tmp_path: Path) -> None:
     assert (status, report["verdict"], report["passed"], report["cases"]) == (0, "conformant", 4, 4)
 
 
-PATIENCE = 2.0
-"""Seconds for an answer, where a testee does not answer: enough for the questions that it does answer."""
+PATIENCE = 0.05
+"""Seconds for an answer, where a testee answers nothing but hello."""
 SHORT = ("--patience", str(PATIENCE))
+
+
+@pytest.fixture
+def time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For hello it has as long as with the patience of the other tests."""
+    monkeypatch.setattr("kvproto_conformance.testee._START", 30 / PATIENCE)
+
+
 EARNS_NOTHING: dict[str, tuple[str, str]] = {
     # what it says in place of an answer, and what the report says of it
     "refuses everything": ('said(q, error="BAD_MAGIC", path="@magic")', '"error": "BAD_MAGIC"'),
@@ -94,11 +102,15 @@ EARNS_NOTHING: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.usefixtures("time_to_start")
 @pytest.mark.parametrize("kind", EARNS_NOTHING)
-def test_a_degenerate_testee_earns_nothing(kind: str, few: Path, tmp_path: Path) -> None:
+def test_a_degenerate_testee_earns_nothing(
+    kind: str, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     otherwise, why = EARNS_NOTHING[kind]
-    waits = "no answer" in why or "closed" in why
-    status, report = reported(few, tmp_path, program(otherwise), *(SHORT if waits else ()))
+    if "closed" in why:
+        monkeypatch.setattr("kvproto_conformance.testee._ENDING", PATIENCE)
+    status, report = reported(few, tmp_path, program(otherwise), *(SHORT if "no answer" in why else ()))
     assert (status, report["verdict"], report["passed"], report["cases"]) == (1, "nonconformant", 0, 4)
     assert why in json.dumps(report)
     assert {"fail", "unearned", "error"} >= {row["status"] for row in report["results"] if row["suite"] == "codec"}
@@ -127,6 +139,7 @@ def test_a_half_of_a_surrogate_pair_is_printed(few: Path, tmp_path: Path) -> Non
     assert page.read_text()
 
 
+@pytest.mark.usefixtures("time_to_start")
 def test_what_is_silent_too_often_is_asked_no_more(
     few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,6 +160,17 @@ def test_stderr_is_never_in_the_way(few: Path, tmp_path: Path) -> None:
     assert (status, report["passed"]) == (0, 4)
 
 
+def impatient_of_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers may take as long as ever."""
+    stop = Driver.stop
+
+    def soon(self: Driver) -> Any:
+        self._patience = PATIENCE
+        return stop(self)
+
+    monkeypatch.setattr(Driver, "stop", soon)
+
+
 @pytest.mark.parametrize(
     ("end", "why"),
     [
@@ -155,10 +179,13 @@ def test_stderr_is_never_in_the_way(few: Path, tmp_path: Path) -> None:
         ("print('bye')", "it says more than it was asked: 'bye'"),
     ],
 )
-def test_a_testee_ends_as_it_is_told(end: str, why: str, few: Path, tmp_path: Path) -> None:
+def test_a_testee_ends_as_it_is_told(
+    end: str, why: str, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """KVP-TST-STOP"""
-    short = SHORT if "sleep" in end else ()
-    status, report = reported(few, tmp_path, program("said(q, **right(q))", end=end), *short)
+    if "sleep" in end:
+        impatient_of_an_end(monkeypatch)
+    status, report = reported(few, tmp_path, program("said(q, **right(q))", end=end))
     assert (status, report["passed"]) == (1, 4)
     assert why in json.dumps(report["results"][-1], ensure_ascii=False)
 

@@ -34,10 +34,12 @@ with subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout=subprocess.PIP
             engine.stdin.write(line)
             engine.stdin.flush()
             answer = engine.stdout.readline()
+            if not answer:
+                break
         sys.stdout.buffer.write(answer)
         sys.stdout.buffer.flush()
 """
-"""An adapter that has no shared memory, and asks the one that it is given all else."""
+"""An adapter that has no shared memory, asks the one that it is given all else, and ends with it."""
 INCLUDES = ("/usr/include", "/usr/local/include")
 
 

@@ -1,7 +1,10 @@
 """Sources and sinks for the tests of the door: one small cache, pools whose bytes say which page they are, and ways to drive."""
 
+import contextlib
 import os
+import select
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import kvproto
+from kvproto.errors import LocalError
 from kvproto.events import Event
 
 PAGE, PAGES = 4, 16
@@ -46,10 +50,10 @@ class Two:
         self.ticket: kvproto.Ticket = kvproto.new_ticket(source.name)
         self.told: list[Event] = []
 
-    def turn(self, times: int = 1) -> None:
-        """Turns of those that have no thread; their events are kept."""
+    def turn(self, times: int = 1, longest: float = 0.005) -> None:
+        """Turns of those that have no thread, each after no longer than this; their events are kept."""
         for door in (self.source, self.sink) * times:
-            self.told += door.events() if door.options.thread else door.step(0.005)
+            self.told += door.events() if door.options.thread else door.step(longest)
 
     def asked(
         self, pages: list[int], made: kvproto.Ticket | None = None, **fetch: Any
@@ -64,15 +68,38 @@ class Two:
         return handle.wait(0)
 
     def until(self, condition: Callable[[], Any]) -> Any:
-        """Turns until it is true; what it returned."""
-        pause = threading.Event()
-        for _ in range(4000):
-            self.turn()
+        """Turns, as soon as either side has something to do, until it is true; what it returned."""
+        end = time.monotonic() + 40
+        while time.monotonic() < end:
+            self.turn(longest=0.0)
             if found := condition():
                 return found
-            if self.source.options.thread:
-                pause.wait(0.005)
+            self._rest()
         raise AssertionError("it never came")
+
+    def settle(self) -> None:
+        """Turns until neither side has had anything to do for some milliseconds."""
+        quiet = 0
+        for _ in range(400):
+            self.turn(longest=0.0)
+            for door in (self.source, self.sink):
+                with door._driver._lock:  # no turn is under way
+                    pass
+            for background in (self.source._node._background, self.sink._node._context.background):
+                if background._thread is not None:
+                    background._thread.submit(int).result()  # all before it is done
+            quiet = 0 if self._rest() else quiet + 1
+            if quiet == 10:
+                return
+
+    def _rest(self) -> bool:
+        """Whether either side has something to do; waits for it, though not for long."""
+        poll, pause = select.poll(), 0.005
+        for driver in (self.source._driver, self.sink._driver):
+            with contextlib.suppress(LocalError):  # closed
+                poll.register(driver.fileno(), select.POLLIN)
+                pause = min(pause, pause if (timer := driver.next_timer()) is None else timer)
+        return bool(poll.poll(1000 * pause)) or not pause
 
 
 @contextmanager

@@ -93,10 +93,10 @@ def world() -> Iterator[World]:
     made = World()
     with ExitStack() as stack:
         yield made
-        if made.finder is not None:
-            stack.callback(made.finder.close)
         for keeper in made.keepers:
             stack.callback(keeper.close)
+        if made.finder is not None:  # the first to close, while there is somebody to take its Goodbye
+            stack.callback(made.finder.close)
 
 
 def test_the_longest_prefix_comes_first(tmp_path: Path, world: World) -> None:

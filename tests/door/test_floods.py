@@ -24,6 +24,7 @@ from .doors import GEOMETRY, PAGES, PROMPT, Two, filled
 from .keyed import Host, allow, entry, host, keyed, served
 
 imported(__name__)
+pytestmark = pytest.mark.usefixtures("watchful")
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 

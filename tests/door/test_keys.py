@@ -16,6 +16,8 @@ from tests.errors import raises
 from .doors import GEOMETRY, PAGES, PROMPT, Two, filled, rows
 from .keyed import Host, allow, ask, dialling, entry, host, keyed, served
 
+pytestmark = pytest.mark.usefixtures("watchful")
+
 
 def refused(both: Two, code: ErrorCode) -> KvprotoError:
     """A fetch that fails with this code."""

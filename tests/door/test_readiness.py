@@ -21,7 +21,8 @@ PREFILL = ("prefill", 0)
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sources are greeted again at once."""
+    """Sources are greeted again at once, and so is what gets no answer."""
+    monkeypatch.setattr(limits, "RESEND", 0.02)
     monkeypatch.setattr(kvproto.sink.node, "_AGAIN", 0.001)
     monkeypatch.setattr(kvproto.sink.node, "_LONGEST", 0.01)
 

@@ -17,6 +17,7 @@ import kvproto
 from kvproto.asyncio import drive, wait
 from kvproto.events import Arrived, PoolFree
 from kvproto.rank import registration
+from kvproto.session import limits
 from kvproto.session.table import SessionState
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Feature
@@ -141,8 +142,9 @@ def test_both_sides_sleep_and_wake_many_times(pair: Two) -> None:
     assert len(pair.source._node.memory) == 1
 
 
-def test_the_same_pool_wakes_again(pair: Two) -> None:
-    """Nobody has taken its memory."""
+def test_the_same_pool_wakes_again(pair: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has taken its memory; an Offer that overtakes its Registered is sent again at once (KVP-PUL-EARLY)."""
+    monkeypatch.setattr(limits, "RESEND", 0.02)
     hand_over(pair)
     for door in (pair.sink, pair.source):
         pool, sleeping = door.pool, door.sleep()
@@ -203,6 +205,7 @@ def test_a_peer_without_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         for door in (pair.sink, pair.source):
             sleeping = door.sleep()
             pair.until(lambda sleeping=sleeping: sleeping.done)
+            pair.settle()  # the other has heard Goodbye, which would end what it asks for meanwhile
             door.wake(filled())
             hand_over(pair)
 
@@ -430,17 +433,9 @@ def test_a_draft_is_loaded_and_unloaded(pair: Two, first: str) -> None:
         doors = list(zip((pair.sink, pair.source), pools, strict=True))
         for door, pool in doors if first == "sink" else doors[::-1]:
             door.wake(pool)
-            later(pair)
+            pair.settle()
         (hand_over_both if draft else hand_over)(pair)
         assert (sessions(pair)[-1:] == before[-1:]) == ((first == "source") == draft)
-
-
-def later(pair: Two) -> None:
-    """Some turns."""
-    pause, seconds = threading.Event(), 0.02 if pair.source.options.thread else 0.002
-    for _ in range(40):
-        pair.turn()
-        pause.wait(seconds)
 
 
 def test_a_sink_moves_to_a_pool_of_other_caches(pair: Two) -> None:
@@ -483,11 +478,11 @@ def test_fetches_that_cross_a_change_of_the_sources_caches_go_on(pair: Two) -> N
         return pair.sink.fetch(tickets[n], PROMPT, {"kv": tables[n]})
 
     fetches = [fetch(0)]
-    later(pair)
+    pair.settle()
     end = pair.source.sleep()
     pair.until(lambda: end.done)
     fetches.append(fetch(1))
-    later(pair)
+    pair.settle()
     pair.source.wake(draft_first())
     fetches.append(fetch(2))
     requests = [pair.source.request(each, PROMPT) for each in tickets]
@@ -530,7 +525,7 @@ def test_caches_change_while_a_register_is_mapped(tmp_path: Path) -> None:
         pair.until(lambda: end.done)
         pair.source.wake(draft_first())
         held.set()
-        later(pair)
+        pair.settle()
         made = kvproto.new_ticket("prefill")
         pair.source.request(made, PROMPT).finish({"kv": HERE, "draft": HERE})
         fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
@@ -577,7 +572,7 @@ def test_a_source_gains_a_rank(tmp_path: Path) -> None:
             made = kvproto.new_ticket("prefill")
             for each in (source, added):
                 each.request(made, PROMPT).finish({"kv": HERE})
-            later(pair)
+            pair.settle()
             fetch = sink.fetch(made, PROMPT, {"kv": THERE})
             pair.until(lambda: (added.step(0.001) and fetch.done) or fetch.done)
             fetch.wait(0)

@@ -94,26 +94,27 @@ def test_ranks_agree_and_routers_find_as_the_page_of_tiers_says(tmp_path: Path) 
 import torch
 
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-tokens, key_of_a, key_of_b = list(range(32)), None, None
-tiers = Tiers(pool, {{"weights.target": "example 1"}}, page=16, host=16)
+tokens, key_of_a, key_of_b, other = list(range(32)), None, None, Pool.allocate(geometry, pages=8)
+tiers, none = (Tiers(each, {{"weights.target": "example 1"}}, page=16, host=16) for each in (pool, other))
 lease = tiers.open(tiers.chain(tokens), room=2)
 lease.leave(rows=32)
 tiers.drain()
 prompts = [(tiers.chain(tokens), 3)]
 source = Source("a", pool, "{places[0]}")
-sink = Source("b", Pool.allocate(geometry, pages=8), "{places[1]}")
+sink = Source("b", other, "{places[1]}")
+sink.tell(none)
 """
     page = python_of("docs/tiers.md")
     for written, place in zip(("tcp://10.0.0.5:7700", "tcp://10.0.0.6:7700"), places, strict=True):
         page = page.replace(written, place)
     checks = """
 assert [lease.pages for lease in leases] == [2]
-assert [(held.engine, held.tokens) for held in finder.find(tokens)][0] == ("a", 32)
+assert [(held.engine, held.tokens) for held in finder.find(tokens)] == [("a", 32), ("b", 0)]
 leases[0].leave()
 finder.close()
 """
     tmp_path.chmod(0o700)
-    run(tmp_path, ENGINE + given + page + checks + CLOSE + "\ntiers.close()\n")
+    run(tmp_path, ENGINE + given + page + checks + CLOSE + "\ntiers.close(), none.close()\n")
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -4,6 +4,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -300,10 +301,26 @@ def test_step_waits_for_a_descriptor_and_for_work_of_other_threads(driven: Calla
     assert select.select([made.driver.fileno()], [], [], 0)[0]
     made.driver.step(SOON)
     assert ran.is_set()
-    made.node.planned = 0.005
+
+
+def test_step_waits_for_the_timer_that_the_last_turn_has_left(driven: Callable[..., Driven]) -> None:
+    made = driven(thread=False)
+
+    def plans(ready: Collection[int] | None) -> list[Any]:
+        os.eventfd_read(made.node.fd)
+        made.node.planned = 0.005
+        del made.node.turn  # type: ignore[method-assign]
+        return []
+
+    made.node.turn = plans  # type: ignore[method-assign]
+    os.eventfd_write(made.node.fd, 1)
+    made.driver.step(SOON)
     assert made.driver.next_timer() == 0.005
+    assert not made.node.timed.is_set()
+    begun = time.monotonic()
     made.driver.step(SOON)
     assert made.node.timed.is_set()
+    assert time.monotonic() - begun < SOON
 
 
 def test_a_fork_is_told_that_it_is_one(driven: Callable[..., Driven]) -> None:

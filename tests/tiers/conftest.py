@@ -11,11 +11,19 @@ ON_DISK = {"test_stores", "test_packs_shared"}
 
 
 @pytest.fixture
-def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty folder, in memory if the module allows and the machine has such a folder."""
+def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty folder, in memory if the machine has such a folder."""
     memory = Path("/dev/shm")
-    if request.module.__name__.rpartition(".")[2] in ON_DISK or not memory.is_dir():
+    if not memory.is_dir():
         yield tmp_path_factory.mktemp("disk")
         return
     with TemporaryDirectory(dir=memory, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder, in memory if the module allows."""
+    if request.module.__name__.rpartition(".")[2] in ON_DISK:
+        return tmp_path_factory.mktemp("disk")
+    return request.getfixturevalue("in_memory")  # type: ignore[no-any-return]

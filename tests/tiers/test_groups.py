@@ -18,8 +18,18 @@ from kvproto.tiers.page_layout import PageLayout
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.workers import Workers
 from kvproto.wire.messages import Manifest
+from tests.processes import imported
 from tests.tiers.schedules import LAYOUT, Memory, page, prompt
-from tests.tiers.test_storage import die_at, in_child
+from tests.tiers.test_storage import die_at, in_process
+
+imported(__name__)
+
+
+def write_until(step: int, before: bool, root: Path, chain: Chain) -> None:
+    """Three pages, unless it is killed at this call."""
+    page_store = PageStore(FileStore(root, durable=True), LAYOUT)
+    die_at(step, before)
+    assert page_store.write_all([(chain, i, page(chain, i, 1)) for i in range(3)]) == [True] * 3
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
@@ -29,14 +39,8 @@ def test_a_writer_of_several_pages_that_is_killed_leaves_whole_ones(tmp_path: Pa
     for step in range(1, 200):
         root = tmp_path / f"{step}"
         FileStore(root)
-
-        def write(root: Path = root, step: int = step) -> None:
-            page_store = PageStore(FileStore(root, durable=True), LAYOUT)
-            die_at(step, before)
-            assert page_store.write_all([(chain, i, page(chain, i, 1)) for i in range(3)]) == [True] * 3
-
-        status = in_child(write)
-        assert status in (0, signal.SIGKILL)
+        status = in_process(write_until, step, before, root, chain)
+        assert status in (0, -signal.SIGKILL)
         after = PageStore(FileStore(root), LAYOUT)
         there = [after.read(chain, i) for i in range(3)]
         assert all(each in (None, page(chain, i, 1)) for i, each in enumerate(there))

@@ -17,8 +17,11 @@ import kvproto.tiers.pack_store
 from kvproto.tiers.fsck import check_store
 from kvproto.tiers.pack_store import PackFile, PackStore
 from kvproto.tiers.page_store import PageStore
+from tests.processes import imported
 from tests.tiers.schedules import LAYOUT, page, prompt, stored, sweep
-from tests.tiers.test_storage import PAGE_BYTES, PROMPT, die_at, in_child
+from tests.tiers.test_storage import PAGE_BYTES, PROMPT, die_at, in_child, in_process
+
+imported(__name__)
 
 LONG = prompt(*range(9))
 LATER = 0x7 << 60
@@ -29,6 +32,13 @@ def packs(root: Path) -> list[Path]:
     return sorted((root / "p").iterdir())
 
 
+def write_until(step: int, before: bool, root: Path) -> None:
+    """Three pages, unless it is killed at this call."""
+    page_store = PageStore(PackStore(root, durable=True), LAYOUT)
+    die_at(step, before)
+    page_store.write_all([(LONG, i, page(LONG, i, 1)) for i in range(3)])
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_a_writer_that_is_killed_leaves_all_of_a_pack_or_nothing(tmp_path: Path, before: bool) -> None:
     """KVP-TIER-LAST: at every system call, with a page in it that replaces another; then all is written again."""
@@ -36,13 +46,7 @@ def test_a_writer_that_is_killed_leaves_all_of_a_pack_or_nothing(tmp_path: Path,
     for step in range(1, 100):
         root = tmp_path / f"{step}"
         assert PageStore(PackStore(root), LAYOUT).write(LONG, 0, page(LONG, 0))
-
-        def write(root: Path = root, step: int = step) -> None:
-            page_store = PageStore(PackStore(root, durable=True), LAYOUT)
-            die_at(step, before)
-            page_store.write_all([(LONG, i, page(LONG, i, 1)) for i in range(3)])
-
-        status = in_child(write)
+        status = in_process(write_until, step, before, root)
         after = PageStore(PackStore(root), LAYOUT)
         kept.append(stored(after, LONG))
         whole = [page(LONG, i, 1) for i in range(3)]
@@ -54,7 +58,7 @@ def test_a_writer_that_is_killed_leaves_all_of_a_pack_or_nothing(tmp_path: Path,
         assert len(packs(root)) == 1
         if not status:
             break
-        assert status == signal.SIGKILL
+        assert status == -signal.SIGKILL
     assert len(kept) == 1 + 13 + 3 + 1 + 1, (
         "open, write, fsync, name, fsync the folder, delete the former manifest; nothing"
     )

@@ -291,14 +291,14 @@ def allow(spare: int) -> None:
 
 
 @pytest.mark.parametrize("spare", [2, 3, 4, 5, 6, 7, 8, 9, 13, 20, 31, 32, 33])
-def test_packs_that_are_held_open_leave_a_descriptor(tmp_path: Path, spare: int) -> None:
+def test_packs_that_are_held_open_leave_a_descriptor(in_memory: Path, spare: int) -> None:
     """A process that may open few files more reads, writes, deletes and lists, instead of failing for good."""
 
     def use() -> None:
-        writer = PackStore(tmp_path, durable=True)
+        writer = PackStore(in_memory, durable=True)
         for n in range(60):
             writer.put(f"o/{n}", b"%d" % n)
-        store = PackStore(tmp_path, durable=True)
+        store = PackStore(in_memory, durable=True)
         assert store.get("o/0") == b"0"
         allow(spare)
         for n in range(60):

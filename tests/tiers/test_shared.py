@@ -2,7 +2,6 @@
 
 import errno
 import os
-from functools import partial
 from pathlib import Path
 
 import attrs
@@ -14,8 +13,11 @@ from kvproto.tiers.manifest import make_manifest, manifest_key
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_store import PageStore
 from kvproto.wire import encode_struct
+from tests.processes import imported
 from tests.tiers.schedules import LAYOUT, Kind, Memory, page, prompt
-from tests.tiers.test_storage import PAGE_BYTES, PROMPT, in_child, length
+from tests.tiers.test_storage import PAGE_BYTES, PROMPT, in_process, length
+
+imported(__name__)
 
 
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
@@ -93,22 +95,25 @@ def room_for(files: int) -> None:
     os.write, os.unlink = written, deleted  # type: ignore[assignment]
 
 
+def fill(root: Path, durable: bool, room: int) -> None:
+    """Four pages, on a disk that has room for so many files."""
+    chain, files = prompt(*range(9)), 1 + len(LAYOUT.components)
+    page_store = PageStore(FileStore(root, durable), LAYOUT)
+    room_for(room)
+    kept = page_store.write_all([(chain, i, page(chain, i)) for i in range(4)])
+    assert kept == [i < room // files for i in range(4)]
+    assert [page_store.read(chain, i) for i in range(4)] == [page(chain, i) if kept[i] else None for i in range(4)]
+    assert bool(page_store.counts["failed"]) == (not all(kept))
+
+
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_disk_that_is_full_in_the_middle_of_a_group(tmp_path: Path, durable: bool) -> None:
     """At each write of four pages: half files are deleted, and the pages that there is room for are kept."""
-    chain, files = prompt(*range(9)), 1 + len(LAYOUT.components)
-
-    def use(root: Path, room: int) -> None:
-        page_store = PageStore(FileStore(root, durable), LAYOUT)
-        room_for(room)
-        kept = page_store.write_all([(chain, i, page(chain, i)) for i in range(4)])
-        assert kept == [i < room // files for i in range(4)]
-        assert [page_store.read(chain, i) for i in range(4)] == [page(chain, i) if kept[i] else None for i in range(4)]
-        assert bool(page_store.counts["failed"]) == (not all(kept))
+    files = 1 + len(LAYOUT.components)
 
     for room in range(4 * files + 1):
         root = tmp_path / f"{room}"
-        assert in_child(partial(use, root, room)) == 0, f"room for {room} files"
+        assert in_process(fill, root, durable, room) == 0, f"room for {room} files"
         found = check_store(FileStore(root), verify=True)
         assert (len(found.pages), found.damaged, found.orphans, found.unfinished) == (room // files, [], {}, {})
 

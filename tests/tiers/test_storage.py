@@ -20,8 +20,11 @@ from kvproto.tiers.manifest import manifest_key
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.store import LONGEST
+from tests.processes import FORKED, imported
 from tests.tiers.schedules import LAYOUT, Kind, Memory, page, prompt, schedule, stored, sweep
 from tests.tiers.stores import opened
+
+imported(__name__)
 
 PROMPT = prompt(1, 2, 3, 4, 5)
 PAGE_BYTES = sum(part.length for part in LAYOUT.components)
@@ -47,8 +50,19 @@ def length(page_store: PageStore) -> int:
     return stored(page_store, PROMPT)
 
 
+def in_process(work: Callable[..., None], *given: Any) -> int | None:
+    """How a process ends that does this work: 0, or minus a signal.
+
+    It is forked from the server of all tests, which is smaller than this process: some tests need a hundred.
+    """
+    process = FORKED.Process(target=work, args=given)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
 def in_child(work: Callable[[], None]) -> int:
-    """The wait status of a process that does this work."""
+    """The wait status of a fork of this process that does this work."""
     pid = os.fork()
     if not pid:
         try:
@@ -90,6 +104,13 @@ def die_at(step: int, before: bool) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
+def write_until(step: int, before: bool, root: Path) -> None:
+    """A page, unless it is killed at this call."""
+    page_store = PageStore(FileStore(root, durable=True), LAYOUT)
+    die_at(step, before)
+    page_store.write(PROMPT, 1, page(PROMPT, 1, 1))
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_a_writer_that_is_killed_leaves_a_page_or_none(tmp_path: Path, before: bool) -> None:
     """KVP-TIER-LAST: at every system call of a write, and a page that is there comes whole."""
@@ -98,14 +119,8 @@ def test_a_writer_that_is_killed_leaves_a_page_or_none(tmp_path: Path, before: b
         root = tmp_path / f"{step}"
         page_store = PageStore(FileStore(root), LAYOUT)
         assert page_store.write(PROMPT, 0, page(PROMPT, 0))
-
-        def write(root: Path = root, step: int = step) -> None:
-            page_store = PageStore(FileStore(root, durable=True), LAYOUT)
-            die_at(step, before)
-            page_store.write(PROMPT, 1, page(PROMPT, 1, 1))
-
-        status = in_child(write)
-        assert status in (0, signal.SIGKILL)
+        status = in_process(write_until, step, before, root)
+        assert status in (0, -signal.SIGKILL)
         after = PageStore(FileStore(root), LAYOUT)
         kept.append(length(after))
         assert after.read(PROMPT, 0) == page(PROMPT, 0)

@@ -5,7 +5,6 @@ import random
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from signal import SIGKILL
@@ -22,8 +21,11 @@ from kvproto.tiers.object_store import ObjectStore
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.store import IntoStore, Store, open_store
+from tests.processes import FORKED, imported
 from tests.tiers.schedules import LAYOUT, page, prompt, sweep
 from tests.tiers.stores import BUCKET, KEYS, STORES, opened, server
+
+imported(__name__)
 
 PROMPT = prompt(1, 2, 3, 4, 5)
 NAMES = [f"{kind}/{i:02}{'ab' * 31}.{'cd' * 32}" for kind in ("m", "o") for i in range(3)]
@@ -107,11 +109,9 @@ def write_pages(place: str, progress: Connection) -> None:
 def test_a_writer_that_is_killed_holds_up_nobody(tmp_path: Path) -> None:
     """KVP-TIER-LAST: at any time of its writes; the others go on with what is whole."""
     rng, came, page_store = random.Random(1), 0, PageStore(open_store(f"packs:{tmp_path}"), LAYOUT)
-    processes = get_context("forkserver")
-    processes.set_forkserver_preload([__name__])
     for _ in range(6):
-        progress, end = processes.Pipe(duplex=False)
-        writer = processes.Process(target=write_pages, args=(f"packs:{tmp_path}", end))
+        progress, end = FORKED.Pipe(duplex=False)
+        writer = FORKED.Process(target=write_pages, args=(f"packs:{tmp_path}", end))
         writer.start()
         end.close()
         for _ in range(rng.randrange(1, 60)):

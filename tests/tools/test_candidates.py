@@ -33,7 +33,9 @@ FIELD: Row = {
 
 @pytest.fixture(scope="module")
 def taken() -> Snapshot:
-    return frozen.now(load())
+    """Of its vectors those that the edits are about; `tools.specgen --check` compares all."""
+    now = frozen.now(load())
+    return attrs.evolve(now, cases=[case for case in now.cases if case.about in ("DoneAck", "Renew")])
 
 
 def edited(taken: Snapshot, edit: Edit) -> list[str]:

@@ -48,7 +48,8 @@ class Clause:
 def clauses(facts: Facts) -> dict[str, Clause]:
     """Every clause by its id; raises RegistryError for a sentence that breaks the rules of clauses."""
     by_id: dict[str, Clause] = {}
-    patterns = [(pattern, name) for name, row in facts["profile"].items() for pattern in row["clauses"]]
+    patterns = [(f"KVP-{pattern}", name) for name, row in facts["profile"].items() for pattern in row["clauses"]]
+    patterns.sort(key=lambda each: (len(each[0]), each[1]), reverse=True)
     for path in sorted(SPEC.glob("*.md")):
         for id_, text in _BULLET.findall(path.read_text()):
             keywords, role = _KEYWORD.findall(text), _ROLE.search(text)
@@ -59,10 +60,10 @@ def clauses(facts: Facts) -> dict[str, Clause]:
             _need(len(keywords) == 1, f"{at}: one key word, not {keywords}")
             _need(role is not None, f"{at}: no role")
             _need(len(errors) <= 1, f"{at}: one error, not {sorted(errors)}")
-            fits = max(((len(p), name) for p, name in patterns if fnmatchcase(id_, f"KVP-{p}")), default=(0, ""))
-            _need(fits[0] > 0, f"{at}: no profile of registry/profiles.toml has it")
+            profile = next((name for pattern, name in patterns if fnmatchcase(id_, pattern)), "")
+            _need(profile != "", f"{at}: no profile of registry/profiles.toml has it")
             error = min(errors, default=None)
-            by_id[id_] = Clause(id_, path.name, role[1] if role else "", keywords[0], error, fits[1], text)
+            by_id[id_] = Clause(id_, path.name, role[1] if role else "", keywords[0], error, profile, text)
     return by_id
 
 

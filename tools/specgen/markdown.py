@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from tools.specgen.clauses import binds, clauses
+from tools.specgen.clauses import Clause, binds, clauses
 from tools.specgen.drawings import about
 from tools.specgen.lint import RegistryError
 from tools.specgen.named import REASONS, exemptions
@@ -205,20 +205,20 @@ def index(facts: Facts) -> str:
 
 def profiles(facts: Facts) -> str:
     """What an implementation may be, and what each extension adds."""
-    out = []
+    out, known = [], clauses(facts).values()
     for kind, title in {"core": "Core", "extension": "Extensions", "beside": "Beside the protocol"}.items():
         rows = {name: row for name, row in facts["profile"].items() if row["kind"] == kind}
         heads = ["profile", "what it is", "needs", "feature", "status", "clauses", "check"]
         if not any("features" in row for row in rows.values()):
             heads.remove("feature")
         out += [f"**{title}**", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-        out += [_profile(name, row, facts, "feature" in heads) for name, row in rows.items()]
+        out += [_profile(name, row, facts, known, "feature" in heads) for name, row in rows.items()]
         out += ["", *(_smallest(facts) if kind == "core" else ())]
     return "\n".join(out).rstrip()
 
 
-def _profile(name: str, row: Facts, facts: Facts, with_feature: bool) -> str:
-    own = [clause for clause in clauses(facts).values() if clause.profile == name]
+def _profile(name: str, row: Facts, facts: Facts, known: Collection[Clause], with_feature: bool) -> str:
+    own = [clause for clause in known if clause.profile == name]
     source, sink = (sum(binds(clause, side) for clause in own) for side in ("source", "sink"))
     kept = sum(clause.keyword != "MAY" for clause in own)
     counts = str(kept) if source == sink or "engine" not in _needed(name, facts) else f"source {source}, sink {sink}"

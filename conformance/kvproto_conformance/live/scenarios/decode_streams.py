@@ -76,6 +76,9 @@ def _early_done(run: DecodeRun) -> None:
     source.data(asked, 0, raw[: len(raw) // 2], False)
     done = source.done(asked, run.handed(source, prompt), prompt.seed)
     source.expect("Error", "DoneAck", where=lambda f: f.get("request") == done.fields["request"], seconds=6.0)
+    for abort in source.silence(0.1):  # or it reports the loss unasked
+        if abort.name == "Abort":
+            source.reply(abort, "Drained", proof="PROVEN")
     run.lost(prompt, "OUT_OF_RANGE", "UNEXPECTED_MESSAGE", "PEER_LOST")
     run.hand_over([source])
 
