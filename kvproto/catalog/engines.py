@@ -9,7 +9,16 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 
 from kvproto.catalog import vllm
-from kvproto.catalog.config import Config, check_layers, compress_ratios, index_layers, layer_kinds, number, text
+from kvproto.catalog.config import (
+    Config,
+    check_layers,
+    compress_ratios,
+    index_layers,
+    layer_kinds,
+    number,
+    own_sizes,
+    text,
+)
 from kvproto.catalog.models import (
     Arranged,
     KvDtype,
@@ -111,6 +120,7 @@ def _check_known(config: Config) -> None:
         ("compress_ratios", compress_ratios(config, count) is not None),
         ("sparse_attention_config", not config.get("kv_lora_rank") and bool(index_layers(config, range(count)))),
         ("index_head_dim", config.get("kv_lora_rank") and 0 < len(index_layers(config, range(count))) < count),
+        ("per_layer_config", bool(own_sizes(config, layer_kinds(config, count)))),
         ("n_recurrent_loops", len(layer_kinds(config, count)) > count),
     ):
         if is_there:

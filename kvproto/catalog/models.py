@@ -18,6 +18,7 @@ from kvproto.catalog.config import (
     layer_kinds,
     nested,
     number,
+    own_sizes,
     text,
 )
 from kvproto.catalog.tensors import Slab
@@ -112,7 +113,7 @@ def specs(
     return caches
 
 
-def _caches(config: Config, model: int, page: int, element: Mapping[str, Any], state_dtype: DType) -> list[Cache]:
+def _caches(config: Read, model: int, page: int, element: Mapping[str, Any], state_dtype: DType) -> list[Cache]:
     name = _model_name(model)
     layers: dict[str, list[int]] = {}
     kinds_of = _kinds(config)
@@ -125,10 +126,20 @@ def _caches(config: Config, model: int, page: int, element: Mapping[str, Any], s
     for kind in (kind for kind in _ATTENTION if kind in layers):
         # windowed layers are a separate group, since a request may ask for their last tokens only
         full = name if kind == "attention" else f"{name} {kind}"
-        caches += _attention(config, full, layers[kind], {"page": page, "model": model}, element)
+        for n, (sizes, own) in enumerate(_by_size(own_sizes(config, kinds_of), layers[kind])):
+            label = f"{full} {n + 1}" if n else full
+            caches += _attention(config.with_sizes(sizes), label, own, {"page": page, "model": model}, element)
     for kind in (kind for kind in _RECURRENT if kind in layers):
         caches += _recurrent(kind, config, name, layers[kind], state_dtype, model)
     return caches
+
+
+def _by_size(sizes: Mapping[int, Config], layers: Sequence[int]) -> list[tuple[Config, list[int]]]:
+    """Layers divided by the sizes of their own, those without any first."""
+    groups: dict[tuple[tuple[str, Any], ...], list[int]] = {}
+    for layer in layers:
+        groups.setdefault(tuple(sorted(sizes.get(layer, {}).items())), []).append(layer)
+    return [(dict(own), groups[own]) for own in sorted(groups)]
 
 
 def _element(kv_dtype: DType | str) -> Mapping[str, Any]:

@@ -74,6 +74,70 @@ def test_the_draft_of_deepseek_v4_has_a_window_and_counts_from_0(config: Mapping
     assert held(describe(config, [draft]), 1) == {("window_latent", 1): ("PAGE", 64, 1024, [0])}
 
 
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text", "num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 256, "sliding_window": 1024, "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+}  # fmt: skip
+MIMO: dict[str, Any] = {
+    "model_type": "mimo_v2_flash", "num_hidden_layers": 4, "num_attention_heads": 64, "num_key_value_heads": 4,
+    "head_dim": 192, "v_head_dim": 128, "sliding_window": 128, "sliding_window_size": 128, "swa_head_dim": 192,
+    "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_v_head_dim": 128,
+    "hybrid_layer_pattern": [0, 1, 1, 0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "heads"),
+    [
+        ({"global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True}, 2),
+        ({"per_layer_config": {"05": {"head_dim": 512, "num_key_value_heads": 2}}}, 2),
+        (
+            {"num_global_key_value_heads": 2, "attention_k_eq_v": False},
+            8,
+        ),  # the class has 512 where a card says nothing
+    ],
+)
+def test_full_layers_of_gemma_4_have_sizes_of_their_own(more: dict[str, Any], heads: int) -> None:
+    made = describe({**GEMMA4, **more})
+    shares = {share.group: share.layers.tolist() for share in made.ranks[0].owns}
+    found = {tuple(shares[g.id]): {(p.name, p.lanes, p.lane_bytes) for p in g.parts} for g in made.groups}
+    assert found == {
+        (0, 1, 2, 3, 4): {("k", 8, 512), ("v", 8, 512)},
+        (5,): {("k", heads, 1024), ("v", heads, 1024)},
+    }
+
+
+def test_windows_of_mimo_have_more_heads_where_the_card_says_so() -> None:
+    made = describe(MIMO)
+    found = {g.name: {(p.name, p.lanes, p.lane_bytes) for p in g.parts} for g in made.groups}
+    assert found == {
+        "target": {("k", 4, 384), ("v", 4, 256)},
+        "target window": {("k", 8, 384), ("v", 8, 256)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("stated", "path"),
+    [
+        ({"06": {"head_dim": 512}}, "config.per_layer_config"),
+        ({"x": {"head_dim": 512}}, "config.per_layer_config"),
+        ({"05": 512}, "config.per_layer_config[05]"),
+        ({"05": {"sliding_window": 9}}, "config.per_layer_config[05]"),
+        ({"05": {"head_dim": "512"}}, "config.head_dim"),
+        ([512], "config.per_layer_config"),
+    ],
+)
+def test_sizes_of_single_layers_that_cannot_be_read(stated: object, path: str) -> None:
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE, path=path):
+        describe({**GEMMA4, "per_layer_config": stated})
+
+
+@pytest.mark.parametrize("config", [GEMMA4, MIMO], ids=["Gemma 4", "MiMo-V2"])
+def test_how_engines_arrange_layers_of_several_sizes_is_not_known(config: dict[str, Any]) -> None:
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE, path="config.per_layer_config"):
+        pools("vllm", config)
+
+
 def test_pages_shorter_than_a_row_hold_one() -> None:
     assert held(describe(V4, page=64))["latent", 128] == ("PAGE", 1, 1024, [3, 5])
 
@@ -209,12 +273,6 @@ def test_linear_attention_is_what_the_other_fields_say(config: Mapping[str, Any]
     groups = {g.parts[0].name: g for g in describe(config).groups}
     assert groups["conv"].parts[0].lanes == conv
     assert groups["ssm"].parts[0].lanes * groups["ssm"].parts[0].lane_bytes == 4 * state
-
-
-def test_sizes_of_single_layers_are_not_guessed() -> None:
-    """Gemma 4 as transformers saves it, whose layers of full attention have other heads."""
-    with raises(LocalError, path="config.per_layer_config"):
-        describe({**GQA, "per_layer_config": {"5": {"head_dim": 512}}})
 
 
 @pytest.mark.parametrize("more", [{"n_recurrent_loops": 1 << 30}, {"H_cycles": 1 << 20, "L_cycles": 1 << 20}])
