@@ -1,12 +1,10 @@
-"""Trains an EAGLE-3 head for a target: `python -m kvproto_reference.train --only head-mla`.
+"""What an EAGLE-3 head is trained by; `python -m kvproto_reference.train --only head-mla` trains one.
 
 As in decode, the head goes on from what it made itself: row t of unroll u reads the output of row t - 1 of unroll
 u - 1, and sees rows made of the target's hidden states up to those that decode would have (arXiv 2503.01840, 3.2).
 """
 
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -51,9 +49,7 @@ class Unrolled(Attention):
 def head_of(preset: HeadPreset, folder: Path, target: Decoder) -> EagleHead:
     """An untrained head of the target in a folder, with the target's embedding and the text's most frequent tokens."""
     sizes = target.config
-    reads = EagleConfig(
-        target=checkpoint.fingerprint(folder), width=sizes.hidden, taps=preset.taps, vocab=preset.vocab
-    )
+    reads = EagleConfig(target=checkpoint.fingerprint(folder), width=sizes.hidden, taps=preset.taps, vocab=preset.vocab)
     config = ModelConfig(
         kind="gqa", hidden=sizes.hidden, layers=1, heads=preset.heads, kv_heads=preset.kv_heads,
         head_dim=sizes.hidden // preset.heads, ffn=preset.ffn, vocab=sizes.vocab, eagle=reads,
@@ -81,45 +77,8 @@ def loss_of(head: EagleHead, target: Decoder, windows: Tensor, unrolled: int) ->
     count = n - unrolled  # places whose last proposal is still in the window
     features = head.fuse(taps.hidden[:, :count])
     for u in range(unrolled):
-        logits, features = head.forward(
-            windows[:, u + 1 : u + 1 + count], torch.arange(count) + u, features, attention
-        )
+        logits, features = head.forward(windows[:, u + 1 : u + 1 + count], torch.arange(count) + u, features, attention)
         place = slice(u + 1, u + 1 + count)
         entropy = -(wanted[:, place] * logits.log_softmax(-1)).sum(-1)
         losses.append((entropy * can[:, place]).sum() / can[:, place].sum())
     return torch.stack(losses).mean()
-
-
-def train_head(
-    name: str,
-    preset: HeadPreset,
-    folder: Path,
-    batch: Callable[[], Tensor],
-    rate_factor: Callable[[int, int], float],
-) -> float:
-    """Train one head on batches of windows and save it in a folder; returns the mean loss of the last 50 steps."""
-    of = checkpoint.CHECKPOINTS / preset.target
-    target = checkpoint.load(of)
-    head = head_of(preset, of, target)
-    matrices = [p for name, p in head.named_parameters() if p.ndim == 2 and name != "embed"]
-    rest = [p for name, p in head.named_parameters() if p.ndim != 2 or name == "embed"]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=preset.matrix_rate, weight_decay=0.0),
-        torch.optim.AdamW(rest, lr=preset.rate, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-    losses: list[float] = []
-    begun = time.monotonic()
-    for step in range(preset.steps):
-        loss = loss_of(head, target, batch(), preset.unrolled)
-        head.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        for optimizer, peak in zip(optimizers, (preset.matrix_rate, preset.rate), strict=True):
-            optimizer.param_groups[0]["lr"] = peak * rate_factor(step, preset.steps)
-            optimizer.step()
-        losses.append(loss.item())
-        if (step + 1) % 50 == 0:
-            mean, spent = sum(losses[-50:]) / 50, time.monotonic() - begun
-            print(f"{name}: step {step + 1}/{preset.steps}  loss {mean:.3f}  {spent:.0f} s", flush=True)
-    checkpoint.save(folder, head)
-    return sum(losses[-50:]) / len(losses[-50:])

@@ -138,7 +138,8 @@ class EngineOptions:
         if not hidden_of(configs):
             return
         for wrong, says in (
-            (self.framework == "jax", "the JAX engine runs no EAGLE-3 head: choose --framework torch, or another draft"),
+            (self.framework == "jax",
+             "the JAX engine runs no EAGLE-3 head: choose --framework torch, or another draft"),
             (self.captured, "CUDA graphs keep no hidden states, which an EAGLE-3 head reads: leave --captured out"),
             (self.host_pages, "--host-pages does not keep rows of an EAGLE-3 head, which depend on the next token: "
              "choose another draft"),

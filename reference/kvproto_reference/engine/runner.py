@@ -92,9 +92,7 @@ class Runner(Protocol):
 class TorchLogits(Logits):
     """Logits in a tensor [n, vocab]."""
 
-    def __init__(
-        self, values: Tensor, check: Callable[[], None] = lambda: None, hidden: Tensor | None = None
-    ) -> None:
+    def __init__(self, values: Tensor, check: Callable[[], None] = lambda: None, hidden: Tensor | None = None) -> None:
         """`check` is called once the step is over, and raises if it failed on another rank."""
         self.values, self._check, self._hidden = values, check, hidden
 

@@ -41,7 +41,8 @@ class Taps:
     def spread(self, stages: Pipeline, like: Tensor) -> None:
         """Bring what other pipeline stages have collected, which is shaped as `like`."""
         for layer in self.layers:
-            self._found[layer] = stages.everywhere(self._found.get(layer, like), stages.holder(layer))
+            own = self._found.get(layer)
+            self._found[layer] = stages.everywhere(torch.empty_like(like) if own is None else own, stages.holder(layer))
 
     @property
     def hidden(self) -> Tensor:

@@ -106,9 +106,9 @@ class EagleHead(Stepping):
                 f"d2t of the head names token {int(beyond[0])}, and the target has {vocab}: use the map that it was"
                 " trained with"
             )
-        if len(tokens.unique()) != len(tokens):
+        if len(torch.unique(tokens)) != len(tokens):
             raise EngineError(
-                f"d2t of the head maps {len(tokens)} tokens to {len(tokens.unique())} of the target's: each must have"
+                f"d2t of the head maps {len(tokens)} tokens to {len(torch.unique(tokens))} of the target's: each must have"
                 " its own"
             )
 
