@@ -93,14 +93,14 @@ def _next_token(model: Decoder, batch: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
-def fit(name: str, model: nn.Module, preset: Preset | HeadPreset, loss_of: Callable[[Tensor], Tensor]) -> float:
+def fit(name: str, model: nn.Module, preset: Preset | HeadPreset, loss_on: Callable[[Tensor], Tensor]) -> float:
     """Train a model by the loss of batches of windows; returns the mean of the last 50 steps."""
     windows, optimizers = Windows(preset.seed), build_optimizers(model, preset)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     losses: list[float] = []
     begun = time.monotonic()
     for step in range(preset.steps):
-        loss = loss_of(windows.batch())
+        loss = loss_on(windows.batch())
         model.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -108,8 +108,8 @@ class EagleHead(Stepping):
             )
         if len(torch.unique(tokens)) != len(tokens):
             raise EngineError(
-                f"d2t of the head maps {len(tokens)} tokens to {len(torch.unique(tokens))} of the target's: each must have"
-                " its own"
+                f"d2t of the head maps {len(tokens)} tokens to {len(torch.unique(tokens))} of the target's: use the map"
+                " that it was trained with"
             )
 
 
