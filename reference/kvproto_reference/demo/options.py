@@ -141,8 +141,6 @@ class EngineOptions:
             (self.framework == "jax",
              "the JAX engine runs no EAGLE-3 head: choose --framework torch, or another draft"),
             (self.captured, "CUDA graphs keep no hidden states, which an EAGLE-3 head reads: leave --captured out"),
-            (self.host_pages, "--host-pages does not keep rows of an EAGLE-3 head, which depend on the next token: "
-             "choose another draft"),
             (self.layout.draft_sharded and self.layout.cp > 1,
              "an EAGLE-3 head is not dealt over ranks of prefill: leave --draft-sharded out"),
             (self.cold_draft == "compute" and role == "decode",

@@ -42,9 +42,7 @@ class _Proposal:
         """What the draft runs for the next token: one row, but first all rows that a head lacks."""
         sequence, table = self.sequence, self.sequence.tables[1]
         at = self.start + len(self.tokens) - ahead
-        if not ahead or self.tokens:
-            return Chunk([self.newest], at, table, made=self.made)
-        return Chunk(sequence.text(sequence.shared + 1, self.start + 1), sequence.shared, table, hidden=sequence.hidden)
+        return Chunk([self.newest], at, table, made=self.made) if not ahead or self.tokens else _lacking(sequence)
 
     def scores(self, row: Callable[[int], Scores], index: int, after: int) -> Scores:
         """The logits [vocab] in a row, penalized for the tokens before: so many of the proposed ones among them."""
@@ -87,6 +85,9 @@ class SpeculativeDecoder:
                 kept = gained[p.sequence] = self._take(p, accepted, extra)
                 if ahead and logits.hidden is not None:
                     p.sequence.hidden = logits.hidden[at : at + len(kept)].clone()
+                    if p.sequence.finished:  # no step follows that would fill its rows
+                        behind.append(_lacking(p.sequence))
+                        p.sequence.hidden = None
                 at += len(own)
                 if not ahead and p.tokens and accepted == len(p.tokens) and extra is not None:
                     behind.append(Chunk(p.tokens[-1:], p.start + accepted, p.sequence.tables[1]))
@@ -124,6 +125,12 @@ class SpeculativeDecoder:
                     p.tokens.append(sample(scores, sampling, p.start + len(p.tokens) + 1, "draft"))
             running = [p for p in running if p.open]
         return made
+
+
+def _lacking(sequence: TokenSequence) -> Chunk:
+    """The rows that an EAGLE-3 head lacks, up to that of the newest token."""
+    start, tokens = sequence.shared, sequence.text(sequence.shared + 1, sequence.length)
+    return Chunk(tokens, start, sequence.tables[1], hidden=sequence.hidden)
 
 
 def _scores(proposal: _Proposal, row: Callable[[int], Scores], first: int, index: int) -> Scores:
