@@ -10,7 +10,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from .errors import EngineError
-from .models import SOLO, Decoder, EagleHead, ModelConfig, TensorParallel, cut
+from .models import SOLO, Decoder, EagleHead, ModelConfig, TensorParallel, cut, eagle_among
 from .models.config import json_object
 from .models.hf import eos_ids, ignored, source, translate
 from .tokenizer import BYTES, Tokenizer
@@ -89,7 +89,7 @@ def check_head(folders: Sequence[Path], configs: Sequence[ModelConfig]) -> None:
     """Raise EngineError where the draft, if there is one, is an EAGLE-3 head of another target than the first."""
     if configs[0].eagle is not None:
         raise EngineError(f"{folders[0]} is an EAGLE-3 head, which runs beside its target: give it as the draft")
-    head = configs[1].eagle if configs[1:] else None
+    head = eagle_among(configs)
     if head is None:
         return
     mine, target = f"the head {folders[1]}", configs[0]

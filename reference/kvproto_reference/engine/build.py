@@ -18,7 +18,7 @@ from ..attention.torch_kernel import TorchKernel
 from ..cache import KVPool, Shard
 from ..cache.memory import Allocate
 from ..errors import EngineError
-from ..models import EagleHead, FusedOps, Model, ModelConfig, Ops, Pipeline, TensorParallel, kv_head_of
+from ..models import EagleHead, FusedOps, Model, ModelConfig, Ops, Pipeline, TensorParallel, eagle_among, kv_head_of
 from .captured import CapturedRunner
 from .context import ContextRunner
 from .description import DRAFT, TARGET, Layout, hand_over, shards
@@ -62,8 +62,8 @@ def torch_hosted(
     among = world.among([ranks[first : first + layout.dcp] for first in ranks[:: layout.dcp]])
     caches: dict[str, KVPool] = {}
     runners: list[Runner] = []
-    heads = [config.eagle for config in configs[1:] if config.eagle is not None]
-    taps = heads[0].taps if heads else ()
+    head = eagle_among(configs)
+    taps = head.taps if head else ()
     for model, (name, folder, config) in enumerate(zip((TARGET, DRAFT)[: len(folders)], folders, configs, strict=True)):
         place = place_of(layout, model, config, world)
         if name not in mine:

@@ -12,7 +12,7 @@ from kvproto import Cache, DType, Geometry, ItemKind, Parallel, Pool, lay_out
 from ..cache import KVPool, Shard
 from ..checkpoint import check_head, fingerprint
 from ..errors import EngineError
-from ..models import ModelConfig, TensorParallel, kv_head_range
+from ..models import ModelConfig, TensorParallel, eagle_among, kv_head_range
 
 TARGET, DRAFT, FIRST = "target", "draft", "first token"
 """Names of the groups: the target's cache, the draft's, and the token that prefill samples."""
@@ -152,8 +152,8 @@ def geometry(
 
 def hidden_of(configs: Sequence[ModelConfig]) -> int:
     """Elements of the target's hidden states that an EAGLE-3 head reads of each token; 0 without such a draft."""
-    heads = [config.eagle for config in configs[1:] if config.eagle is not None]
-    return heads[0].hidden if heads else 0
+    head = eagle_among(configs)
+    return head.hidden if head else 0
 
 
 def hidden_type(configs: Sequence[ModelConfig]) -> tuple[DType, int]:

@@ -12,6 +12,7 @@ from kvproto import lay_out
 
 from .. import checkpoint
 from ..cache import KVPool, PageAllocator, Shard
+from ..models import eagle_among
 from ..tokenizer import BYTES, Tokenizer, check_agreement
 from .build import torch_runner
 from .description import Layout, cache
@@ -63,14 +64,14 @@ class Undivided:
             check_agreement(self.tokenizer, checkpoint.load_tokenizer(draft_dir))
         configs = [checkpoint.load_config(folder, dtype) for folder in folders]
         checkpoint.check_head(folders, configs)
-        heads = [config.eagle for config in configs if config.eagle is not None]
+        head = eagle_among(configs)
 
         def runner(model: int, folder: Path) -> Runner:
-            load = checkpoint.load_head if heads and model else checkpoint.load
+            load = checkpoint.load_head if head and model else checkpoint.load
             loaded = load(folder, dtype=dtype, device=device)
             (group,) = lay_out([cache(model, loaded.config, Layout(), page_size)]).groups
             pool = KVPool.allocate(loaded.config, pages, page_size, device=device)
-            taps = heads[0].taps if heads and not model else ()
+            taps = head.taps if head and not model else ()
             return torch_runner(loaded, pool, Shard(group, 0), back_end=back_end, taps=taps)
 
         self.rounds = checkpoint.load_config(target_dir, dtype).dtype != "float32"

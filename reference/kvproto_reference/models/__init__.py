@@ -3,7 +3,7 @@
 from .base import Attention, Cached, Dense, Model, Rows, Taps
 from .config import EagleConfig, ModelConfig, MoeConfig
 from .decoder import Decoder
-from .eagle import EagleHead
+from .eagle import EagleHead, eagle_among
 from .ops import FusedOps, Ops
 from .parallel import SOLO, Pipeline, TensorParallel, cut, kv_head_of, kv_head_range
 
@@ -25,6 +25,7 @@ __all__ = [
     "Taps",
     "TensorParallel",
     "cut",
+    "eagle_among",
     "kv_head_of",
     "kv_head_range",
 ]

@@ -1,6 +1,6 @@
 """An EAGLE-3 head: a draft of one layer that reads the target's hidden states (arXiv 2503.01840, 3.1)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -62,8 +62,8 @@ class EagleHead(Stepping):
                 module.ops = ops
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """Features [..., hidden] of the target's hidden states [..., taps * width]."""
-        return F.linear(hidden, self.fc)
+        """Features [..., hidden] of the target's hidden states [..., taps * width], of any float type."""
+        return F.linear(hidden.to(self.fc.dtype), self.fc)
 
     def forward(
         self,
@@ -111,6 +111,11 @@ class EagleHead(Stepping):
                 f"d2t of the head maps {len(tokens)} tokens to {len(torch.unique(tokens))} of the target's: use the map"
                 " that it was trained with"
             )
+
+
+def eagle_among(configs: Sequence[ModelConfig]) -> EagleConfig | None:
+    """What the draft reads if it is a head, of the configs of a target and perhaps a draft."""
+    return configs[1].eagle if configs[1:] else None
 
 
 def eagle_of(config: ModelConfig) -> EagleConfig:
