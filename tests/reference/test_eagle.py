@@ -23,6 +23,7 @@ from kvproto_reference.engine.runner import Chunk, Runner
 from kvproto_reference.engine.sampling import SamplingParams, probabilities, sample
 from kvproto_reference.engine.sequence import TokenSequence
 from kvproto_reference.engine.speculative import SpeculativeDecoder, verify
+from kvproto_reference.engine.tiered_engine import TieredEngine
 from kvproto_reference.engine.undivided import Undivided
 from kvproto_reference.errors import EngineError
 from kvproto_reference.models import Decoder, Dense, EagleConfig, EagleHead, Taps
@@ -241,6 +242,18 @@ def test_a_prefix_is_found_for_the_same_next_token() -> None:
         kept.free(other, 0)
 
 
+def test_a_kept_page_is_found_for_the_same_next_token() -> None:
+    """KVP-TIER-AHEAD: the last row of a page was computed with the token after it."""
+    folders = [checkpoint.CHECKPOINTS / f"{role}-mla" for role in ("target", "head")]
+    engine = TieredEngine(*folders, pages=32, host=8, page_size=8)
+    pages = [*paragraphs(load_text())[2].encode()[:32]]
+    try:
+        found = [engine.answer([*pages, *ends], 2).device for ends in ([65, 66], [65, 67], [68, 66])]
+    finally:
+        engine.close()
+    assert found == [0, 32, 24]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_hidden_states_as_hand_off_data(dtype: str) -> None:
     configs = [attrs.evolve(CONFIGS["mla"], dtype=dtype)]
@@ -301,6 +314,14 @@ def test_options_that_a_head_does_not_have(role: str, args: str, says: str, tmp_
         parse(role, ["--dir", str(tmp_path / "d"), "--draft", "eagle", *given]).check(role)
 
 
-def test_options_that_a_head_has(tmp_path: Path) -> None:
-    for args in ("--target gqa", "--pp 2 --cp 2", "--cold-draft zero", "--tp 4 --dcp 2 --draft-sharded"):
-        parse("decode", ["--dir", str(tmp_path / "d"), "--draft", "eagle", *args.split()]).check("decode")
+@pytest.mark.parametrize(
+    ("role", "args"),
+    [
+        ("prefill", "--target gqa --pp 2 --cp 2"),
+        ("prefill", "--cold-draft compute"),
+        ("decode", "--tp 4 --dcp 2 --draft-sharded --host-pages 8"),
+        ("decode", "--cold-draft zero"),
+    ],
+)
+def test_options_that_a_head_has(role: str, args: str, tmp_path: Path) -> None:
+    parse(role, ["--dir", str(tmp_path / "d"), "--draft", "eagle", *args.split()]).check(role)
