@@ -91,9 +91,9 @@ class Engine:
         return [t[list(table)].flatten(0, 1)[:count].clone() for t in self.pools[1].tensors.values()]
 
 
-def whole(model: Decoder, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+def whole(model: Decoder, ids: Sequence[int], layers: Sequence[int] = TAPS) -> tuple[Tensor, Tensor]:
     """Logits and hidden states of all tokens, without a cache."""
-    taps = Taps(TAPS)
+    taps = Taps(layers)
     logits = model.forward(torch.tensor([*ids]), torch.arange(len(ids)), Dense(model.config), taps=taps)
     return logits, taps.hidden
 
@@ -175,6 +175,32 @@ def test_shipped_heads(kind: str) -> None:
     assert [again.generate(p, SamplingParams(temperature=0.8, seed=3), 30).tokens for p, _ in prompts] == [
         each.tokens for each in once
     ]
+
+
+@pytest.mark.parametrize("kind", ["mla", "gqa"])
+def test_proposals_are_those_of_training(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every step, after hidden states that prefill gave and after those of a verification."""
+    folders = [checkpoint.CHECKPOINTS / f"{role}-{kind}" for role in ("target", "head")]
+    engine, made, model = Engine.of(*folders), checkpoint.load_head(folders[1]), checkpoint.load(folders[0])
+    sequence, runs, real = engine.started(SamplingParams()), list[Sequence[int]](), engine.target.run
+    decoder = SpeculativeDecoder(engine.target, engine.draft, k=4)
+
+    def run(chunks: Sequence[Chunk]) -> object:
+        runs.append(chunks[0].tokens[1:])
+        return real(chunks)
+
+    monkeypatch.setattr(engine.target, "run", run)
+    while not sequence.finished:
+        ids = [*PROMPT, *sequence.generated]
+        _, hidden = whole(model, ids[:-1], made.config.eagle.taps)
+        tokens, features, attention, right = torch.tensor(ids[1:]), made.fuse(hidden), Unrolled(made.config), []
+        decoder.step([sequence])
+        for u in range(len(runs[-1])):
+            logits, features = made.forward(tokens, torch.arange(len(tokens)) + u, features, attention)
+            right.append(int(made.tokens[logits[-1].argmax()]))
+            tokens = torch.full_like(tokens, right[-1])
+        assert list(runs[-1]) == right
+    assert len(runs) > 4
 
 
 def test_sampling_keeps_the_distribution_of_tokens_that_a_head_cannot_say() -> None:
