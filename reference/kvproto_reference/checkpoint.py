@@ -1,6 +1,7 @@
 """Checkpoint folders: our own (config.json, model.safetensors) and Hugging Face's, which have a `model_type`."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -9,7 +10,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from .errors import EngineError
-from .models import SOLO, Decoder, ModelConfig, TensorParallel, cut
+from .models import SOLO, Decoder, EagleHead, ModelConfig, TensorParallel, cut, eagle_among
 from .models.config import json_object
 from .models.hf import eos_ids, ignored, source, translate
 from .tokenizer import BYTES, Tokenizer
@@ -21,7 +22,7 @@ GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 
 
-def save(folder: Path, model: Decoder) -> None:
+def save(folder: Path, model: Decoder | EagleHead) -> None:
     """Write a full (TP 1) model to a folder, which is created if missing; raises EngineError for a part of a model."""
     if model.tp.size != 1:
         raise EngineError("only a full (TP 1) model can be saved")
@@ -60,13 +61,51 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def load(
     folder: Path, tp: TensorParallel = SOLO, *, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> Decoder:
-    """This TP rank's part of the model in a checkpoint folder, ready for inference."""
+    """This TP rank's part of the model in a checkpoint folder, ready for inference; raises EngineError for a head."""
     config = load_config(folder, dtype)
+    if config.eagle is not None:
+        raise EngineError(f"{folder} is an EAGLE-3 head, which runs beside its target: give it as the draft")
     with torch.device("meta"):
         model = Decoder(config, tp)
     model.load_state_dict(state(folder, tp, dtype=dtype, device=device), assign=True)
     model.to(device).eval().requires_grad_(False).join()
     return model
+
+
+def load_head(
+    folder: Path, tp: TensorParallel = SOLO, *, dtype: str = "float32", device: torch.device | str = "cpu"
+) -> EagleHead:
+    """The same of an EAGLE-3 head; raises EngineError for another model, and for a `d2t` that does not fit."""
+    config = load_config(folder, dtype)
+    with torch.device("meta"):
+        head = EagleHead(config, tp)
+    head.load_state_dict(state(folder, tp, dtype=dtype, device=device), assign=True)
+    head.to(device).eval().requires_grad_(False).join()
+    head.check_tokens()
+    return head
+
+
+def check_head(folders: Sequence[Path], configs: Sequence[ModelConfig]) -> None:
+    """Raise EngineError where the draft, if there is one, is an EAGLE-3 head of another target than the first."""
+    if configs[0].eagle is not None:
+        raise EngineError(f"{folders[0]} is an EAGLE-3 head, which runs beside its target: give it as the draft")
+    head = eagle_among(configs)
+    if head is None:
+        return
+    mine, target = f"the head {folders[1]}", configs[0]
+    advice = "choose the target that it was trained for, or train a head for this one"
+    own = fingerprint(folders[0])
+    for wrong, says in (
+        (head.width != target.hidden, f"reads hidden states of {head.width} elements, the target's have"
+         f" {target.hidden}"),
+        (head.taps[-1] >= target.layers, f"reads layer {head.taps[-1]}, the target has layers 0 to"
+         f" {target.layers - 1}"),
+        (configs[1].vocab != target.vocab, f"is of a vocabulary of {configs[1].vocab}, the target's is"
+         f" {target.vocab}"),
+        (head.target != own, f"was trained for the target {head.target}, and {folders[0]} is {own}"),
+    ):  # fmt: skip
+        if wrong:
+            raise EngineError(f"{mine} {says}: {advice}")
 
 
 def state(
@@ -76,12 +115,16 @@ def state(
     config, hf = load_config(folder, dtype), is_hf(folder)
     weights = Weights(folder)
     with torch.device("meta"):
-        full, mine = Decoder(config).state_dict(), Decoder(config, tp).state_dict()
+        kind = Decoder if config.eagle is None else EagleHead
+        full, mine = kind(config).state_dict(), kind(config, tp).state_dict()
     read = _read_hf if hf else _read
     if hf:
         _check_names(weights, config, set(full))
     found = {}
     for name in mine:
+        if not full[name].is_floating_point():
+            found[name] = weights.read_whole(name, tuple(full[name].shape)).to(device)
+            continue
         piece = read(weights, config, tp, name, tuple(full[name].shape))
         # The correction of expert scores decides near ties, so it stays as it is stored.
         kept = torch.float32 if name.endswith("correction") else getattr(torch, config.dtype)

@@ -1,4 +1,4 @@
-"""Sizes and training lengths of the four shipped checkpoints."""
+"""Sizes and training lengths of the shipped checkpoints: targets, drafts, and EAGLE-3 heads of the targets."""
 
 import attrs
 
@@ -41,3 +41,26 @@ PRESETS: dict[str, Preset] = {
         seed=4,
     ),
 }
+
+
+@attrs.frozen(kw_only=True)
+class HeadPreset:
+    """One EAGLE-3 head to train; its hidden size is the target's, and a step sees about 1400 tokens."""
+
+    target: str
+    """A name of PRESETS."""
+    taps: tuple[int, ...] = (0, 1, 3)
+    heads: int = 4
+    kv_heads: int = 2
+    ffn: int = 160
+    vocab: int = 56
+    """Tokens that it can propose: the most frequent ones of the text."""
+    unrolled: int = 4
+    """Tokens that it proposes one after another while it is trained, each from what it made of the one before."""
+    steps: int = 1400
+    rate: float = 4e-3
+    matrix_rate: float = 0.06
+    seed: int = 5
+
+
+HEADS = {"head-mla": HeadPreset(target="target-mla"), "head-gqa": HeadPreset(target="target-gqa", seed=6)}

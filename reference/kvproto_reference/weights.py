@@ -4,6 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -37,6 +38,19 @@ class Weights:
 
         Raises EngineError for a tensor that is missing or of another shape or type.
         """
+        path, piece = self._read(name, shape, part)
+        if not piece.is_floating_point() or piece.element_size() < 2:
+            raise EngineError(f"checkpoint weights {path}: {name} is {piece.dtype}, which is not supported")
+        return piece
+
+    def read_whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `name` of whole numbers, as int64; raises EngineError as `read` does."""
+        path, piece = self._read(name, shape, None)
+        if piece.dtype not in (torch.int32, torch.int64):
+            raise EngineError(f"checkpoint weights {path}: {name} is {piece.dtype}, not of whole numbers")
+        return piece.long()
+
+    def _read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] | None) -> tuple[Path, Tensor]:
         path = self._file_of.get(name)
         if path is None:
             raise EngineError(f"checkpoint weights {self.files[0].parent} do not fit config.json: no tensor {name}")
@@ -44,10 +58,7 @@ class Weights:
         if tuple(found.get_shape()) != shape:
             has = list(found.get_shape())
             raise EngineError(f"checkpoint weights {path} do not fit config.json: {name} is {has}, not {list(shape)}")
-        piece: Tensor = found[part or ...]
-        if not piece.is_floating_point() or piece.element_size() < 2:
-            raise EngineError(f"checkpoint weights {path}: {name} is {piece.dtype}, which is not supported")
-        return piece
+        return path, found[part or ...]
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -134,8 +134,10 @@ def test_one_prefill_rank_to_two_decode_ranks(target: str, draft: str, prompts: 
         "--transport inline --tcp --max-new 8",
         # four query heads and two KV heads on three ranks: the planner sees owned intervals, no sizes
         "--prefill-tp 3 --decode-tp 2 --target gqa --draft gqa --max-new 24",
+        # the hidden states of stages and of context-parallel ranks reach the rank with the head, which is one of two
+        "--draft eagle --prefill-tp 1 --prefill-pp 2 --prefill-cp 2 --decode-tp 2 --dcp 2 --decode-draft-tp 1 --max-new 8",
     ],
-    ids=["pages are claimed piece by piece", "inside the session", "ranks that do not divide the heads"],
+    ids=["pages are claimed piece by piece", "inside the session", "ranks that do not divide the heads", "EAGLE-3"],
 )
 def test_all_is_right(args: str, prompts: Path) -> None:
     right(*args.split(), "--prompt-file", prompts)
@@ -148,6 +150,18 @@ def test_no_draft(args: str, prompts: Path) -> None:
     told = right(*args.split(), "--prompt-file", prompts, "--max-new", "8")
     assert told["plan"]["groups"] == ["target", "first token"]
     assert {request["acceptance"] for request in told["requests"]} == {1.0}
+
+
+@pytest.mark.parametrize(("target", "prefill", "decode"), [("mla", 2, 1), ("gqa", 1, 2)])
+def test_an_eagle_head(target: str, prefill: int, decode: int, prompts: Path) -> None:
+    """Decode proposes from its first step on, from hidden states of the prompt's last token; cold, it does so worse."""
+    args = ["--target", target, "--draft", "eagle", "--prefill-tp", prefill, "--decode-tp", decode]
+    args += ["--prompt-file", prompts, "--max-new", "24"]
+    warm, cold = right(*args), right(*args, "--cold-draft", "zero")
+    assert {m["group"] for m in warm["matrix"]} == {"target", "draft"}
+    assert {m["group"] for m in cold["matrix"]} == {"target"}
+    accepted = [sum(r["acceptance"] for r in told["requests"]) for told in (warm, cold)]
+    assert accepted[0] > accepted[1]
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

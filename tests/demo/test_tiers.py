@@ -12,7 +12,7 @@ from kvproto.transport.base import Paging, Regions
 from kvproto.transport.shm.transport import HostPager
 from kvproto_reference.demo import tiers
 from kvproto_reference.demo.__main__ import main
-from kvproto_reference.demo.options import checkpoint_folder
+from kvproto_reference.demo.options import checkpoint_folder, draft_folder
 from kvproto_reference.engine.tiered_engine import TieredEngine
 from kvproto_reference.errors import OutOfPages
 from tests.processes import Command, imported
@@ -28,8 +28,10 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def test_turns_find_their_pages_wherever_they_went(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tiers.run(FOLDERS, *SMALL.values(), None) == 0
+@pytest.mark.parametrize("draft", [FOLDERS[1], draft_folder("eagle", 4, "mla")], ids=["gqa", "eagle"])
+def test_turns_find_their_pages_wherever_they_went(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last row of an EAGLE-3 head's page is of the next token too (KVP-TIER-AHEAD)."""
+    assert tiers.run((FOLDERS[0], draft), *SMALL.values(), None) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["verdicts"] == {"tokens": True, "acceptance": True, "tiers": True}
     for name in ("device", "host", "storage"):

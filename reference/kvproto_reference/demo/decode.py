@@ -5,6 +5,7 @@ from collections import deque
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from kvproto import Fetch, Plan, Prompt, Sink, Ticket, lay_out, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
@@ -22,7 +23,7 @@ from kvproto.events import (
 )
 
 from ..engine.claims import Claim, claimed
-from ..engine.description import FIRST, bytes_a_token, caches
+from ..engine.description import FIRST, HIDDEN, bytes_a_token, caches, hidden_from, hidden_of, hidden_type
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefix import PrefixCache
@@ -80,7 +81,8 @@ class DecodeProcess(EngineProcess):
         }
         self._lines = Lines(self.sinks, options.seeds)
         self._decoder = SpeculativeDecoder(self.target, self.draft, options.speculate)
-        self._prefixes = PrefixCache(list(self.pages.values()), self.shards)
+        ahead = self.draft.ahead if self.draft is not None else 0
+        self._prefixes = PrefixCache(list(self.pages.values()), self.shards, ahead)
         self._answering: dict[int, set[int]] = {}
         """Prefill replicas that answer, by rank."""
         self._plan: dict[str, Any] = {}
@@ -123,10 +125,12 @@ class DecodeProcess(EngineProcess):
                 fits = event.error.code.name in PASSING or self._lines.known
                 return [{"op": "peer", "event": "refused", "peer": event.peer, "error": error, "misfit": not fits}]
             case Arrived(fetch):
-                token = event.handoff.get(FIRST, {}).get("token")
+                handed = event.handoff.get(FIRST, {})
+                token, hidden = handed.get("token"), handed.get(HIDDEN)
                 return [{
                     "op": "arrived", "id": self._ids[fetch], "seconds": event.seconds,
                     "first": None if token is None else int.from_bytes(token, "little"),
+                    "hidden": None if hidden is None else hidden.hex(),
                     "bytes": {str(source): count for source, count in event.bytes.items()},
                     "checksums": [[source, group, f"{sum:016x}"] for (source, group), sum in event.checksums.items()],
                 }]  # fmt: skip
@@ -237,7 +241,7 @@ class DecodeProcess(EngineProcess):
         for job in [job for job in self._running.values() if job.id == word["id"]]:
             del self._running[job.sequence]
             self.rest()
-            self._leave(job.sequence, job.sequence.valid)
+            self._leave(job.sequence, job.sequence.shared)
             self.tell("dropped", id=job.id, available=(self.kept or self._prefixes).available)
 
     def _drop(self, job: Job) -> None:
@@ -347,13 +351,21 @@ class DecodeProcess(EngineProcess):
             self._free_lost(job)
             return
         self._forget(job)
-        first = next(w["first"] for w in words if w["first"] is not None)
+        first, hidden = next((w["first"], w["hidden"]) for w in words if w["first"] is not None)
         if self._cold:
             self._begin_draft(job)
         job.sequence.append([first])
+        job.sequence.hidden = self._hidden(hidden)
         fields = [{k: w[k] for k in ("seconds", "bytes", "checksums")} for w in words]
         self.tell("arrived", id=job.id, ranks=fields, tokens=[first], cached=job.cached, found=job.found)
         self._running[job.sequence] = job
+
+    def _hidden(self, said: str | None) -> Tensor | None:
+        """What an EAGLE-3 head goes on from, as prefill handed it over in hex, or zeros for one that starts cold."""
+        if not hidden_of(self.options.configs):
+            return None
+        data = bytes.fromhex(said) if said else bytes(hidden_type(self.options.configs)[1])
+        return hidden_from(data, self.options.configs, self.device)
 
     def _begin_draft(self, job: Job) -> None:
         """Give the draft rows of a prompt of which prefill had none: zeros, or what it computes from the tokens."""
@@ -394,7 +406,7 @@ class DecodeProcess(EngineProcess):
             if job.sequence.finished:
                 del self._running[job.sequence]
                 self.rest()
-                self._leave(job.sequence, job.sequence.valid)
+                self._leave(job.sequence, job.sequence.shared)
                 stats = job.sequence.stats
                 self.tell(
                     "finished",
@@ -417,7 +429,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     try:
         options = parse("decode", argv)
-        options.layout.check(options.configs)
+        options.check("decode")
         for address, why in unknown_hosts(options.seeds).items():
             print(f"warning: the host of {address} is not known here, yet: {why}", file=sys.stderr)
         return launch(_run, options, options.processes, options.folder)

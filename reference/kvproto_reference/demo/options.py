@@ -15,8 +15,8 @@ from kvproto.options import Spread
 from ..attention.exchange import OVER_ANY
 from ..attention.flashinfer_kernel import KERNELS
 from ..cache.memory import Allocate, of_jax, shareable
-from ..checkpoint import CHECKPOINTS, load_config, load_tokenizer
-from ..engine.description import Layout
+from ..checkpoint import CHECKPOINTS, check_head, load_config, load_tokenizer
+from ..engine.description import Layout, hidden_of
 from ..errors import EngineError
 from ..models import ModelConfig
 from ..tokenizer import Tokenizer, check_agreement
@@ -30,6 +30,8 @@ FRAMEWORKS = ("torch", "jax")
 TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other installed transport (default shm)"
 
 
+SHIPPED = ("mla", "gqa")
+"""Names of the targets that are shipped, and of the drafts."""
 COLD = ("compute", "zero")
 """What a draft may begin with that prefill lacks."""
 SPECULATE = "tokens that the draft proposes per step; 0: no draft (default 4)"
@@ -128,6 +130,26 @@ class EngineOptions:
         """Their configs."""
         return tuple(load_config(folder, self.dtype) for folder in self.folders)
 
+    def check(self, role: str) -> None:
+        """Raise EngineError for models that do not fit each other, the ranks, or the other options."""
+        configs = self.configs
+        self.layout.check(configs)
+        check_head(self.folders, configs)
+        if not hidden_of(configs):
+            return
+        for wrong, says in (
+            (self.framework == "jax",
+             "the JAX engine runs no EAGLE-3 head: choose --framework torch, or another draft"),
+            (self.captured, "CUDA graphs keep no hidden states, which an EAGLE-3 head reads: leave --captured out"),
+            (self.layout.draft_sharded and self.layout.cp > 1,
+             "an EAGLE-3 head is not dealt over ranks of prefill: leave --draft-sharded out"),
+            (self.cold_draft == "compute" and role == "decode",
+             "--cold-draft compute needs the target's hidden states of the whole prompt, which a prefill without the"
+             " EAGLE-3 head does not hand over: choose --cold-draft zero"),
+        ):  # fmt: skip
+            if wrong:
+                raise EngineError(says)
+
     def kvproto(self) -> Options:
         """kvproto's options for the Source or Sink of a rank."""
         options = Options(
@@ -181,7 +203,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         page_size=args.page_size,
         address=_address(args),
         target=checkpoint_folder("target", args.target),
-        draft=draft_folder(args.draft, args.speculate),
+        draft=draft_folder(args.draft, args.speculate, args.target),
         dtype=args.dtype,
         chunk=args.chunk,
         speculate=args.speculate,
@@ -406,7 +428,7 @@ def add_dcp(parser: argparse.ArgumentParser) -> None:
 def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose target and draft; the demo has the same as its engines."""
     for role, alias, default in (("target", "--model", "mla"), ("draft", "--draft-model", "gqa")):
-        none = ", or none" if role == "draft" else ""
+        none = ", eagle, or none" if role == "draft" else ""
         text = f"mla, gqa, or a checkpoint folder, kvproto's or Hugging Face's{none} (default {default})"
         parser.add_argument(f"--{role}", alias, dest=role, metavar="DIR", default=default, help=text)
     parser.add_argument(
@@ -431,14 +453,23 @@ def shared_tokenizer(target: Path, *drafts: Path) -> Tokenizer:
     return tokenizer
 
 
-def draft_folder(name: str, speculate: int) -> Path | None:
-    """The folder of a draft; None for "none", and where nothing is to be proposed."""
-    return checkpoint_folder("draft", name) if name != "none" and speculate else None
+def draft_folder(name: str, speculate: int, target: str) -> Path | None:
+    """The folder of a draft; None for "none", and where nothing is to be proposed.
+
+    "eagle" is the head that was trained for a shipped target; raises EngineError for another target.
+    """
+    if name == "none" or not speculate:
+        return None
+    if name != "eagle":
+        return checkpoint_folder("draft", name)
+    if target not in SHIPPED:
+        raise EngineError(f"--draft eagle is a head of target mla or gqa, not of {target}: give the folder of its head")
+    return CHECKPOINTS / f"head-{target}"
 
 
 def checkpoint_folder(role: str, name: str) -> Path:
     """The folder of a shipped checkpoint (`name` is "mla" or "gqa"), or else `name` itself as a folder."""
-    return CHECKPOINTS / f"{role}-{name}" if name in ("mla", "gqa") else Path(name)
+    return CHECKPOINTS / f"{role}-{name}" if name in SHIPPED else Path(name)
 
 
 def private_folder(folder: Path) -> Path:

@@ -32,7 +32,8 @@ def show_page(
 
     A picture leaves all times out, since they hold for one machine on one day.
     """
-    folder, beside = checkpoint_folder("target", options.target), draft_folder(options.draft, options.speculate)
+    folder = checkpoint_folder("target", options.target)
+    beside = draft_folder(options.draft, options.speculate, options.target)
     target = load_config(folder, options.dtype)
     name = smollm2.NAME if options.real else folder.name
     draft = "no draft" if beside is None else f"draft of {load_config(beside, options.dtype).layers} layers"

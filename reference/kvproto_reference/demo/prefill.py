@@ -11,7 +11,7 @@ from kvproto import Prompt, Request, Source, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
 from kvproto.events import Event, Expired, Freed, Refused, Sent, Undelivered
 
-from ..engine.description import FIRST
+from ..engine.description import FIRST, HIDDEN, hidden_bytes
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefill import Prefiller
@@ -119,11 +119,13 @@ class PrefillProcess(EngineProcess):
         while self._queue and (done := self._take_pages(self._queue[0])) is not None:
             self._prefiller.add(self._queue.popleft().sequence, done)
         for sequence in self._prefiller.step():
-            job, first = self._of[sequence], sequence.generated[0]
+            job, handed = self._of[sequence], {"token": sequence.generated[0].to_bytes(4, "little")}
+            if sequence.hidden is not None and not self.options.cold_draft:
+                handed[HIDDEN] = hidden_bytes(sequence.hidden)
             for request in job.requests.values():
                 request.finish(
                     self.tables(sequence),
-                    handoff={FIRST: {"token": first.to_bytes(4, "little")}},
+                    handoff={FIRST: handed},
                     finished=sequence.stopped,
                     after=self._event(job),
                 )
@@ -205,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     try:
         options = parse("prefill", argv)
-        options.layout.check(options.configs)
+        options.check("prefill")
         return launch(_run, options, options.processes, options.folder)
     except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr)

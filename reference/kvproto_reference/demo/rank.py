@@ -75,9 +75,8 @@ class EngineProcess:
         """Finds pages that were computed before, with --host-pages."""
         if options.host_pages:
             computed_by, pool = names_of(folders, configs), self.pools[world.rank]
-            self.kept = KeptPages(
-                world.rank, pool, computed_by, self.shards, world, options.host_pages, options.storage
-            )
+            host, storage, ahead = options.host_pages, options.storage, self.draft.ahead if self.draft else 0
+            self.kept = KeptPages(world.rank, pool, computed_by, self.shards, world, host, storage, ahead)
             self._elsewhere = None  # the pool stays where it is
         self._lockstep = Lockstep(world)
         self._control: Control | None = None

@@ -19,7 +19,7 @@ from ..attention.torch_kernel import TorchKernel
 from ..cache import KVPool, Shard
 from ..cache.sharding import Ints
 from ..gather import gather
-from ..models import Attention, Model, Rows
+from ..models import Attention, Model, Rows, Taps
 from .runner import Chunk, Computed, TorchLogits, TorchModel, assemble
 
 __all__ = ["ContextRunner"]
@@ -59,9 +59,17 @@ class _Context(Attention):
 class ContextRunner(TorchModel):
     """A torch model on one rank of a CP group."""
 
-    def __init__(self, model: Model, pool: KVPool, kernel: TorchKernel, shard: Shard, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        kernel: TorchKernel,
+        shard: Shard,
+        group: dist.ProcessGroup,
+        taps: Sequence[int] = (),
+    ) -> None:
         super().__init__(model, pool, shard)
-        self._group = group
+        self.model, self._group, self._taps = model, group, taps
         self._attention = _Context(pool, kernel, self._everywhere, self._gather)
 
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
@@ -75,8 +83,10 @@ class ContextRunner(TorchModel):
                 torch.from_numpy(a).to(device) for a in (tokens[own], batch.positions[own], own, rows)
             )
             self._attention.begin(batch, mine, owners)
-            logits = self.model.forward(ids, positions, self._attention, computed, said)
-            return TorchLogits(self._gather(logits, owners[wanted]))
+            taps = Taps(self._taps) if self._taps else None
+            logits = self.model.forward(ids, positions, self._attention, computed, said, taps)
+            hidden = self._gather(taps.hidden, owners) if taps else None
+            return TorchLogits(self._gather(logits, owners[wanted]), hidden=hidden)
 
     def _gather(self, mine: Tensor, owners: Ints) -> Tensor:
         """[own tokens, ...] -> [tokens, ...], in the order of `owners` [tokens]."""

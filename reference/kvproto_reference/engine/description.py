@@ -4,16 +4,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
+import torch
+from torch import Tensor
 
 from kvproto import Cache, DType, Geometry, ItemKind, Parallel, Pool, lay_out
 
 from ..cache import KVPool, Shard
-from ..checkpoint import fingerprint
+from ..checkpoint import check_head, fingerprint
 from ..errors import EngineError
-from ..models import ModelConfig, TensorParallel, kv_head_range
+from ..models import ModelConfig, TensorParallel, eagle_among, kv_head_range
 
 TARGET, DRAFT, FIRST = "target", "draft", "first token"
 """Names of the groups: the target's cache, the draft's, and the token that prefill samples."""
+HIDDEN = "hidden"
+"""The part of the last group that an EAGLE-3 head goes on from."""
 
 _DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 
@@ -124,21 +128,49 @@ def geometry(
 ) -> Geometry:
     """What the ranks of one replica own: the models' caches, and on ranks of the last stage the first token.
 
-    `tokenizer` is the tokenizer's identity. With `cold`, another engine need not know the draft. Raises EngineError if
-    there are too many ranks for a model's heads.
+    With it goes, for an EAGLE-3 head, what the target makes of the last token of the prompt. `tokenizer` is the
+    tokenizer's identity. With `cold`, another engine need not know the draft, so nothing of that is asked for. Raises
+    EngineError for too many ranks, and for a head of another target.
     """
+    check_head(folders, configs)
     names = (TARGET, DRAFT)[: len(folders)]
     facts = {f"weights.{name}": fingerprint(folder) for name, folder in zip(names, folders, strict=True)}
     facts["tokenizer"], warn = tokenizer, dict[str, str]()
     if cold and DRAFT in names:
         warn = {f"weights.{DRAFT}": facts.pop(f"weights.{DRAFT}")}
+    first = {"token": (DType.U32, 4)}
+    if hidden_of(configs) and not cold:
+        first[HIDDEN] = hidden_type(configs)
     return lay_out(
-        [*caches(configs, layout, page_size), Cache.handoff(FIRST, {"token": (DType.U32, 4)})],
+        [*caches(configs, layout, page_size), Cache.handoff(FIRST, first)],
         layout.parallel,
         replica,
         facts,
         warn=warn,
     )
+
+
+def hidden_of(configs: Sequence[ModelConfig]) -> int:
+    """Elements of the target's hidden states that an EAGLE-3 head reads of each token; 0 without such a draft."""
+    head = eagle_among(configs)
+    return head.hidden if head else 0
+
+
+def hidden_type(configs: Sequence[ModelConfig]) -> tuple[DType, int]:
+    """Their element type, and their bytes."""
+    dtype = configs[0].dtype
+    return _DTYPES[dtype], hidden_of(configs) * getattr(torch, dtype).itemsize
+
+
+def hidden_bytes(hidden: Tensor) -> bytes:
+    """The hand-off data of these hidden states [1, taps * width]."""
+    return hidden.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def hidden_from(data: bytes, configs: Sequence[ModelConfig], device: torch.device) -> Tensor:
+    """Hidden states [1, taps * width] of such data."""
+    found = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return found.view(getattr(torch, configs[0].dtype)).view(1, -1).to(device)
 
 
 def caches(configs: Sequence[ModelConfig], layout: Layout, page_size: int) -> list[Cache]:

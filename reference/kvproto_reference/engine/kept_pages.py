@@ -80,13 +80,18 @@ class KeptPages:
         world: World,
         host: int,
         storage: str | None,
+        ahead: int = 0,
     ) -> None:
-        """`host` is the number of pages on the host. Raises EngineError if pages do not hold whole runs of a deal."""
+        """`host` is the number of pages on the host, and `ahead` that of the tokens after it that a draft's row needs.
+
+        Raises EngineError if pages do not hold whole runs of a deal.
+        """
         self.unit, self._each = tokens_a_unit(shards)
         if not self.unit:
             raise EngineError("--host-pages needs pages that hold whole runs of the deal: choose another --interleave")
-        self.tiers = Tiers(pool, names, page=self.unit, host=host, storage=storage)
-        self._rank, self._world = rank, world
+        ahead_of = [DRAFT] if ahead else []
+        self.tiers = Tiers(pool, names, page=self.unit, host=host, storage=storage, ahead=ahead_of)
+        self._rank, self._world, self._ahead = rank, world, ahead
         self._coming: dict[str, _Coming] = {}
         self._held: dict[TokenSequence, _Held] = {}
         self._left = self._told = 0
@@ -168,7 +173,7 @@ class KeptPages:
         """Take a request's pages back, and keep those of its first `valid` tokens."""
         if (held := self._held.pop(sequence, None)) is None:
             return
-        held.lease.chain.extend((sequence.prompt + sequence.generated)[held.count : valid])
+        held.lease.chain.extend(sequence.text(held.count, valid + self._ahead))
         held.lease.leave(valid)
         self._left += 1
         self.tiers.step()

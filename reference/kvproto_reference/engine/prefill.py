@@ -1,13 +1,14 @@
 """Prefill: computes prompts into the caches of target and draft, several at a time, up to the first token of each."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
 import attrs
+from torch import Tensor
 
 from ..errors import EngineError
-from .runner import Chunk, Runner
+from .runner import Chunk, Logits, Runner
 from .sampling import penalized, sample
 from .sequence import TokenSequence
 
@@ -17,6 +18,10 @@ class OnLayer(Protocol):
 
     def __call__(self, sequence: TokenSequence, model: int, stop: int, layer: int) -> None:
         """On a GPU the rows are ready in stream order."""
+
+
+Piece = tuple[TokenSequence, int, int]
+"""A sequence, and the positions [lo, hi) of it that a step computes."""
 
 
 def _nobody(sequence: TokenSequence, model: int, stop: int, layer: int) -> None:
@@ -56,29 +61,41 @@ class Prefiller:
         some = list(self._pieces())
         if not some:
             return []
-        logits = None
-        for model, runner in enumerate((self.target, self.draft)):
-            if runner is not None:
-                found = runner.run(
-                    [Chunk(s.prompt[lo:hi], lo, s.tables[model]) for s, lo, hi in some],
-                    partial(self._tell, [(s, hi) for s, _, hi in some], model),
-                )
-                logits = logits or found
-        assert logits is not None
-        over, best = [], logits.best()
-        for i, (sequence, _, stop) in enumerate(some):
+        logits = self._run(0, self.target, some)
+        if self.draft is not None and not self.draft.ahead:
+            self._run(1, self.draft, some)
+        over = self._sampled(some, logits)
+        if self.draft is not None and self.draft.ahead:  # the last row of a prompt needs its first token
+            self._run(1, self.draft, some, logits.hidden)
+        return over
+
+    def _run(self, model: int, runner: Runner, some: Sequence[Piece], hidden: Tensor | None = None) -> Logits:
+        """Run the pieces through one model, whose rows run ahead by as many tokens as the runner says."""
+        chunks, at = [], 0
+        for s, lo, hi in some:
+            own = None if hidden is None else hidden[at : at + hi - lo]
+            chunks.append(Chunk(s.text(lo + runner.ahead, hi + runner.ahead), lo, s.tables[model], hidden=own))
+            at += hi - lo
+        return runner.run(chunks, partial(self._tell, [(s, hi) for s, _, hi in some], model))
+
+    def _sampled(self, some: Sequence[Piece], logits: Logits) -> list[TokenSequence]:
+        """The sequences whose prompts are done, each with its first token and what a head reads to go on."""
+        over, best, at = [], logits.best(), 0
+        for i, (sequence, start, stop) in enumerate(some):
             self._done[sequence] = stop
+            at += stop - start
             if stop == len(sequence.prompt):
                 del self._done[sequence]
                 how, first = sequence.sampling, int(best[i])
                 if not how.plain:
                     first = sample(penalized(logits.row(i), how, sequence.prompt, ()), how, stop)
                 sequence.append([first])
+                sequence.hidden = None if logits.hidden is None else logits.hidden[at - 1 : at].clone()
                 over.append(sequence)
         return over
 
-    def _pieces(self) -> Iterable[tuple[TokenSequence, int, int]]:
-        """Positions [lo, hi) of the sequences of the next step."""
+    def _pieces(self) -> Iterable[Piece]:
+        """What the next step computes."""
         left = self.budget
         for sequence, done in self._done.items():
             if left:

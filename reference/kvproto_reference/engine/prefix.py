@@ -17,7 +17,7 @@ from .sequence import TokenSequence
 __all__ = ["PrefixCache", "tokens_a_unit"]
 
 Key = tuple[object, tuple[int, ...]]
-"""The unit before, and the tokens of this one."""
+"""The unit before, and the tokens of this one, with those that its rows look ahead to."""
 
 
 @attrs.define(eq=False)
@@ -32,9 +32,12 @@ class _Unit:
 class PrefixCache:
     """Gives sequences their pages, some of them with rows already, and keeps what they leave while there is room."""
 
-    def __init__(self, pages: Sequence[PageAllocator], shards: Sequence[Shard]) -> None:
-        """Both are of each model: target and draft. If pages do not hold whole runs of a deal, no prefix is kept."""
-        self._pages = pages
+    def __init__(self, pages: Sequence[PageAllocator], shards: Sequence[Shard], ahead: int = 0) -> None:
+        """Both are of each model: target and draft. If pages do not hold whole runs of a deal, no prefix is kept.
+
+        A unit is found for as many further tokens as rows are `ahead`, as its last ones were computed with these.
+        """
+        self._pages, self._ahead = pages, ahead
         self.unit, self._each = tokens_a_unit(shards)
         """Tokens of a unit, 0 if nothing is kept; and its pages in each pool."""
         self._units: dict[Key, _Unit] = {}
@@ -76,15 +79,16 @@ class PrefixCache:
 
     def free(self, sequence: TokenSequence, valid: int) -> None:
         """Take a sequence's pages back, and keep those of its first `valid` tokens in whole units."""
-        held, tokens = self._held.pop(sequence), (sequence.prompt + sequence.generated)[:valid]
+        held, tokens = self._held.pop(sequence), (sequence.prompt + sequence.generated)[: valid + self._ahead]
+        kept = max(valid // self.unit if self.unit else 0, len(held))
         before: _Unit | None = None
-        for i in range(max(len(tokens) // self.unit if self.unit else 0, len(held))):
+        for i in range(kept):
             pages = tuple(sequence.tables[m][i * each : (i + 1) * each] for m, each in enumerate(self._each))
             if i < len(held):
                 held[i].users -= 1
                 before = held[i]
                 continue
-            key = before, tuple(tokens[i * self.unit : (i + 1) * self.unit])
+            key = self._key(before, tokens, i * self.unit)
             if key in self._units:  # another sequence has left the same unit
                 self._free_pages(pages)
                 before = self._units[key]
@@ -92,7 +96,6 @@ class PrefixCache:
             before = self._units[key] = _Unit(before, pages)
             if before.before is not None:
                 before.before.users += 1
-        kept = max(len(tokens) // self.unit if self.unit else 0, len(held))
         self._free_pages([sequence.tables[m][kept * each :] for m, each in enumerate(self._each)])
 
     def clear(self) -> None:
@@ -108,13 +111,16 @@ class PrefixCache:
 
     def _find(self, prompt: Sequence[int]) -> list[_Unit]:
         found: list[_Unit] = []
-        for lo in range(0, len(prompt) - self.unit + 1, self.unit) if self.unit else ():
-            key = found[-1] if found else None, tuple(prompt[lo : lo + self.unit])
+        for lo in range(0, len(prompt) - self.unit - self._ahead + 1, self.unit) if self.unit else ():
+            key = self._key(found[-1] if found else None, prompt, lo)
             if key not in self._units:
                 break
             found.append(self._units[key])
             self._units[key] = self._units.pop(key)
         return found
+
+    def _key(self, before: _Unit | None, tokens: Sequence[int], lo: int) -> Key:
+        return before, tuple(tokens[lo : lo + self.unit + self._ahead])
 
     def _evict(self) -> bool:
         """Free the pages of the least recently used unit; False if all are in use."""

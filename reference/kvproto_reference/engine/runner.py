@@ -13,7 +13,7 @@ from ..attention.batch import Batch, Span, batch_of
 from ..attention.paged import PagedAttention
 from ..cache import KVPool, Shard
 from ..errors import EngineError
-from ..models import Model, Pipeline
+from ..models import Cached, EagleHead, Model, Pipeline, Taps
 
 Computed = Callable[[int], None]
 """Called with each layer once its rows of a step are written, on a GPU in stream order."""
@@ -23,13 +23,18 @@ Computed = Callable[[int], None]
 class Chunk:
     """Tokens of one sequence from position `start` on, its page table, and whether logits of `every` token are wanted.
 
-    Otherwise only those of the last token are.
+    Otherwise only those of the last token are. The tokens of an EAGLE-3 head are those after its positions, and it
+    reads hidden states of the target, or what it made itself.
     """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
     every: bool = False
+    hidden: Tensor | None = None
+    """The target's hidden states at these positions [tokens, taps * width]."""
+    made: Tensor | None = None
+    """In their place, a head's output of the positions before [tokens, hidden]."""
 
     @property
     def stop(self) -> int:
@@ -48,6 +53,14 @@ class Logits(Protocol):
         """The logits of one token [vocab]."""
         ...
 
+    @property
+    def hidden(self) -> Tensor | None:
+        """Hidden states [tokens, taps * width] of all tokens of the step, where the runner taps layers.
+
+        Of a head: its output [n, hidden].
+        """
+        return None
+
 
 class Runner(Protocol):
     """A model and its pool, which the scheduler steps, on one rank or on several ranks of one process."""
@@ -62,6 +75,11 @@ class Runner(Protocol):
         """Number of tokens that logits cover."""
         ...
 
+    @property
+    def ahead(self) -> int:
+        """Tokens after its own position that a row needs: 1 for an EAGLE-3 head."""
+        return 0
+
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> Logits:
         """Run one step, whose rows are written to the slots of the page tables."""
         ...
@@ -74,9 +92,13 @@ class Runner(Protocol):
 class TorchLogits(Logits):
     """Logits in a tensor [n, vocab]."""
 
-    def __init__(self, values: Tensor, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, values: Tensor, check: Callable[[], None] = lambda: None, hidden: Tensor | None = None) -> None:
         """`check` is called once the step is over, and raises if it failed on another rank."""
-        self.values, self._check = values, check
+        self.values, self._check, self._hidden = values, check, hidden
+
+    @property
+    def hidden(self) -> Tensor | None:
+        return self._hidden
 
     def best(self) -> npt.NDArray[np.int64]:
         found: npt.NDArray[np.int64] = self.values.argmax(-1).cpu().numpy()
@@ -92,12 +114,12 @@ class TorchLogits(Logits):
 class TorchModel(Runner):
     """A torch model and its pool on one rank."""
 
-    def __init__(self, model: Model, pool: KVPool, shard: Shard) -> None:
+    def __init__(self, model: Cached, pool: KVPool, shard: Shard) -> None:
         if pool.page_size != shard.group.rows:
             raise EngineError(f"the pool has pages of {pool.page_size} rows, not {shard.group.rows}")
         if pool.config != model.config:
             raise EngineError("the pool was made for another model config")
-        self.model, self.pool, self._shard = model, pool, shard
+        self.pool, self._shard, self._vocab = pool, shard, model.config.vocab
 
     def clear(self, pages: Sequence[int]) -> None:
         for tensor in self.pool.tensors.values():
@@ -109,15 +131,16 @@ class TorchModel(Runner):
 
     @property
     def vocab(self) -> int:
-        return self.model.config.vocab
+        return self._vocab
 
 
 class TorchRunner(TorchModel):
     """A torch model whose steps attend over the pool, whole or dealt over a DCP group."""
 
-    def __init__(self, model: Model, attention: PagedAttention, shard: Shard) -> None:
+    def __init__(self, model: Model, attention: PagedAttention, shard: Shard, taps: Sequence[int] = ()) -> None:
+        """Steps keep the hidden states of the layers `taps`, for a draft."""
         super().__init__(model, attention.pool, shard)
-        self.attention = attention
+        self.model, self.attention, self._taps = model, attention, taps
 
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
         batch, tokens, wanted = assemble(chunks, self._shard)
@@ -125,8 +148,33 @@ class TorchRunner(TorchModel):
         with torch.no_grad():
             self.attention.begin(batch)
             ids, positions, rows = (torch.from_numpy(a).to(device) for a in (tokens, batch.positions, wanted))
-            logits = self.model.forward(ids, positions, self.attention, computed, rows)
-            return TorchLogits(logits, self.attention.check)
+            taps = Taps(self._taps) if self._taps else None
+            logits = self.model.forward(ids, positions, self.attention, computed, rows, taps)
+            return TorchLogits(logits, self.attention.check, taps.hidden if taps else None)
+
+
+class HeadRunner(TorchModel):
+    """An EAGLE-3 head whose steps attend over the pool; all chunks of a step read the same kind of features."""
+
+    def __init__(self, head: EagleHead, attention: PagedAttention, shard: Shard) -> None:
+        super().__init__(head, attention.pool, shard)
+        self.head, self.attention = head, attention
+
+    @property
+    def ahead(self) -> int:
+        return 1
+
+    def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
+        batch, tokens, wanted = assemble(chunks, self._shard)
+        device = self.attention.pool.device
+        with torch.no_grad():
+            self.attention.begin(batch)
+            ids, positions, rows = (torch.from_numpy(a).to(device) for a in (tokens, batch.positions, wanted))
+            made = [chunk.made for chunk in chunks if chunk.made is not None]
+            read = [chunk.hidden for chunk in chunks if chunk.hidden is not None]
+            features = torch.cat(made) if made else self.head.fuse(torch.cat(read))
+            logits, out = self.head.forward(ids, positions, features, self.attention, computed, rows)
+            return TorchLogits(self.head.spread(logits), self.attention.check, out)
 
 
 @attrs.frozen
@@ -138,6 +186,7 @@ class Elsewhere(Runner):
     shard: Shard
     """The shard of a rank that has the model."""
     device: torch.device
+    ahead: int = 0
 
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
         count = sum(len(chunk.tokens) if chunk.every else 1 for chunk in chunks)

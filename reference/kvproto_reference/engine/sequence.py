@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import attrs
+from torch import Tensor
 
 from ..errors import EngineError
 from ..tokenizer import BYTES, Tokenizer
@@ -28,8 +29,8 @@ class SpeculationStats:
 class TokenSequence:
     """A prompt, what was generated for it, and its page tables in the pools of target and draft.
 
-    All caches hold the rows of positions [0, valid); the newest token has no row yet. Raises EngineError for an empty
-    prompt.
+    The caches hold the rows of positions [0, valid), an EAGLE-3 head's those of [0, shared); the newest token has no
+    row yet. Raises EngineError for an empty prompt.
     """
 
     prompt: list[int]
@@ -40,6 +41,8 @@ class TokenSequence:
     """The page table in the pool of each model: of the target, then of the draft, if there is one."""
     generated: list[int] = attrs.field(factory=list)
     stats: SpeculationStats = attrs.field(factory=SpeculationStats)
+    hidden: Tensor | None = None
+    """For an EAGLE-3 head: the target's hidden states at the last positions [n, taps * width] whose rows it lacks."""
     stopped: bool = False
     """Whether a token that ends a text came, or one of the words of `sampling.stop`."""
 
@@ -56,8 +59,18 @@ class TokenSequence:
 
     @property
     def valid(self) -> int:
-        """Rows valid in all caches between decode steps."""
+        """Rows valid in the target's cache between decode steps, and in that of a draft that is no head."""
         return self.length - 1
+
+    @property
+    def shared(self) -> int:
+        """Rows valid in all caches between decode steps."""
+        return self.valid - (0 if self.hidden is None else len(self.hidden))
+
+    def text(self, start: int, stop: int) -> list[int]:
+        """The tokens at positions [start, stop), of the prompt or generated."""
+        prompt = len(self.prompt)
+        return self.prompt[start:stop] + self.generated[max(start - prompt, 0) : max(stop - prompt, 0)]
 
     @property
     def newest(self) -> int:

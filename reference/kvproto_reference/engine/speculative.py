@@ -5,6 +5,7 @@ from functools import partial
 
 import attrs
 import numpy as np
+from torch import Tensor
 
 from ..errors import EngineError
 from ..tokenizer import BYTES
@@ -24,6 +25,8 @@ class _Proposal:
     tokens: list[int] = attrs.Factory(list)
     beliefs: list[Probabilities] = attrs.Factory(list)
     """The draft's distribution [vocab] for each token, if sampling needs them."""
+    made: Tensor | None = None
+    """An EAGLE-3 head's output [1, hidden] with the last token."""
 
     @property
     def newest(self) -> int:
@@ -35,6 +38,12 @@ class _Proposal:
         """Whether the draft may propose another token."""
         return len(self.tokens) < self.most and self.newest not in self.sequence.ends
 
+    def chunk(self, ahead: int) -> Chunk:
+        """What the draft runs for the next token: one row, but first all rows that a head lacks."""
+        sequence, table = self.sequence, self.sequence.tables[1]
+        at = self.start + len(self.tokens) - ahead
+        return Chunk([self.newest], at, table, made=self.made) if not ahead or self.tokens else _lacking(sequence)
+
     def scores(self, row: Callable[[int], Scores], index: int, after: int) -> Scores:
         """The logits [vocab] in a row, penalized for the tokens before: so many of the proposed ones among them."""
         before = [*self.sequence.generated, *self.tokens[:after]] if self.sequence.sampling.penalizes else ()
@@ -42,7 +51,11 @@ class _Proposal:
 
 
 class SpeculativeDecoder:
-    """Decodes sequences whose rows [0, valid) are in both caches, and leaves them so after each step."""
+    """Decodes sequences whose rows [0, valid) are in both caches, and leaves them so after each step.
+
+    Of an EAGLE-3 head these are [0, shared). A step fills the rest first, from the target's hidden states; what it
+    proposes next goes on from the head's own output, in rows that are filled again when the tokens are accepted.
+    """
 
     def __init__(self, target: Runner, draft: Runner | None = None, k: int = 4) -> None:
         if draft is not None and k < 1:
@@ -57,6 +70,7 @@ class SpeculativeDecoder:
         if not all(sequence.generated for sequence in sequences):
             raise EngineError("decode needs the first token, which prefill samples")
         gained: dict[TokenSequence, list[int]] = {}
+        ahead = self.draft.ahead if self.draft is not None else 0
         some = self._propose([s for s in sequences if not s.finished])
         if some:
             logits = self.target.run(
@@ -68,9 +82,14 @@ class SpeculativeDecoder:
                 scores = partial(_scores, p, logits.row, at)
                 ends = p.sequence.ends
                 accepted, extra = verify(own, scores, p.tokens, p.beliefs, p.sequence.sampling, p.start + 1, ends)
+                kept = gained[p.sequence] = self._take(p, accepted, extra)
+                if ahead and logits.hidden is not None:
+                    p.sequence.hidden = logits.hidden[at : at + len(kept)].clone()
+                    if p.sequence.finished:  # no step follows that would fill its rows
+                        behind.append(_lacking(p.sequence))
+                        p.sequence.hidden = None
                 at += len(own)
-                gained[p.sequence] = self._take(p, accepted, extra)
-                if p.tokens and accepted == len(p.tokens) and extra is not None:
+                if not ahead and p.tokens and accepted == len(p.tokens) and extra is not None:
                     behind.append(Chunk(p.tokens[-1:], p.start + accepted, p.sequence.tables[1]))
             if self.draft is not None and behind:  # it has not run its last proposals, whose rows are needed now
                 self.draft.run(behind)
@@ -91,9 +110,10 @@ class SpeculativeDecoder:
         made = [_Proposal(s, s.valid, min(most, s.remaining - 1)) for s in sequences]
         running = made if self.draft is not None else []  # all, as the row of the newest token is due in both caches
         while running and self.draft is not None:
-            logits = self.draft.run([Chunk([p.newest], p.start + len(p.tokens), p.sequence.tables[1]) for p in running])
-            best = logits.best()
+            logits = self.draft.run([p.chunk(self.draft.ahead) for p in running])
+            best, out = logits.best(), logits.hidden
             for i, p in enumerate(running):
+                p.made = None if out is None else out[i : i + 1]
                 if not p.open:
                     continue
                 sampling = p.sequence.sampling
@@ -105,6 +125,12 @@ class SpeculativeDecoder:
                     p.tokens.append(sample(scores, sampling, p.start + len(p.tokens) + 1, "draft"))
             running = [p for p in running if p.open]
         return made
+
+
+def _lacking(sequence: TokenSequence) -> Chunk:
+    """The rows that an EAGLE-3 head lacks, up to that of the newest token."""
+    start, tokens = sequence.shared, sequence.text(sequence.shared + 1, sequence.length)
+    return Chunk(tokens, start, sequence.tables[1], hidden=sequence.hidden)
 
 
 def _scores(proposal: _Proposal, row: Callable[[int], Scores], first: int, index: int) -> Scores:

@@ -20,7 +20,7 @@ from ..cache.memory import shareable
 from ..errors import EngineError, OutOfPages
 from ..tokenizer import check_agreement
 from .build import Hosted, torch_hosted
-from .description import Layout, geometry
+from .description import DRAFT, Layout, geometry
 from .kept_pages import names_of
 from .prefill import Prefiller
 from .prefix import tokens_a_unit
@@ -86,8 +86,10 @@ class TieredEngine:
         if not self._unit:
             raise EngineError("a page has to hold whole runs of the deal: choose another interleave")
         names = names_of(folders, configs)
+        ahead = [DRAFT] if made.draft is not None and made.draft.ahead else []
         self.ranks = [
-            Tiers(pool, names, page=self._unit, host=host, storage=storage) for _, pool in sorted(made.pools.items())
+            Tiers(pool, names, page=self._unit, host=host, storage=storage, ahead=ahead)
+            for _, pool in sorted(made.pools.items())
         ]
         self.tiers = self.ranks[0]
         self._prefiller = Prefiller(made.target, made.draft, chunk)
@@ -127,7 +129,7 @@ class TieredEngine:
                 self._decoder.step([sequence])
             for chain in chains:
                 chain.extend([prompt[-1], *sequence.generated])
-            rows = sequence.valid if self._keep else 0
+            rows = sequence.shared if self._keep else 0
         finally:
             for lease in leases:
                 lease.leave(rows)

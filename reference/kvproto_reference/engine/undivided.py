@@ -12,6 +12,7 @@ from kvproto import lay_out
 
 from .. import checkpoint
 from ..cache import KVPool, PageAllocator, Shard
+from ..models import eagle_among
 from ..tokenizer import BYTES, Tokenizer, check_agreement
 from .build import torch_runner
 from .description import Layout, cache
@@ -54,18 +55,24 @@ class Undivided:
         back_end: str = "torch",
         cold: bool = False,
     ) -> None:
-        """With `cold`, the draft begins without rows of the prompt: they are zero."""
+        """With `cold`, the draft begins without rows of the prompt: they are zero, and what a head reads of it is."""
         self._cold = cold
         self._chunk = chunk
         self.tokenizer = checkpoint.load_tokenizer(target_dir)
+        folders = [target_dir] if draft_dir is None else [target_dir, draft_dir]
         if draft_dir is not None:
             check_agreement(self.tokenizer, checkpoint.load_tokenizer(draft_dir))
+        configs = [checkpoint.load_config(folder, dtype) for folder in folders]
+        checkpoint.check_head(folders, configs)
+        head = eagle_among(configs)
 
         def runner(model: int, folder: Path) -> Runner:
-            loaded = checkpoint.load(folder, dtype=dtype, device=device)
+            load = checkpoint.load_head if head and model else checkpoint.load
+            loaded = load(folder, dtype=dtype, device=device)
             (group,) = lay_out([cache(model, loaded.config, Layout(), page_size)]).groups
             pool = KVPool.allocate(loaded.config, pages, page_size, device=device)
-            return torch_runner(loaded, pool, Shard(group, 0), back_end=back_end)
+            taps = head.taps if head and not model else ()
+            return torch_runner(loaded, pool, Shard(group, 0), back_end=back_end, taps=taps)
 
         self.rounds = checkpoint.load_config(target_dir, dtype).dtype != "float32"
         """Whether the last bits of logits depend on what else was in a step."""
@@ -101,6 +108,8 @@ class Undivided:
                 prefiller.add(sequence)
             while prefiller.busy:
                 prefiller.step()
+            for sequence in some if self._cold else ():
+                sequence.hidden = None if sequence.hidden is None else torch.zeros_like(sequence.hidden)
             while not all(sequence.finished for sequence in some):
                 self._decoder.step(some)
         finally:

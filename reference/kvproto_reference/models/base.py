@@ -1,6 +1,6 @@
 """What the engine needs of a model, and what a model's layers need of the attention that stores their rows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from .common import attend
 from .config import ModelConfig
 from .ops import Ops
-from .parallel import SOLO, TensorParallel, kv_head_of
+from .parallel import SOLO, Pipeline, TensorParallel, kv_head_of
 
 Rows = Mapping[str, Tensor]
 """New rows [tokens, KV heads, row_dim] by part: k and v, or latent."""
@@ -26,8 +26,32 @@ class Attention(Protocol):
         ...
 
 
-class Model(Protocol):
-    """A causal language model whose KV rows live outside of it."""
+class Taps:
+    """Collects what some layers hand to the next one, with its residual added."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = layers
+        self._found: dict[int, Tensor] = {}
+
+    def put(self, layer: int, x: Tensor) -> None:
+        """Keep x [..., hidden], if it is of one of these layers; the next layer may overwrite it."""
+        if layer in self.layers:
+            self._found[layer] = x.clone()
+
+    def spread(self, stages: Pipeline, like: Tensor) -> None:
+        """Bring what other pipeline stages have collected, which is shaped as `like`."""
+        for layer in self.layers:
+            own = self._found.get(layer)
+            self._found[layer] = stages.everywhere(torch.empty_like(like) if own is None else own, stages.holder(layer))
+
+    @property
+    def hidden(self) -> Tensor:
+        """[..., layers * hidden], the layers in their order."""
+        return torch.cat([self._found[layer] for layer in self.layers], -1)
+
+
+class Cached(Protocol):
+    """A model whose KV rows live outside of it."""
 
     @property
     def config(self) -> ModelConfig:
@@ -43,6 +67,10 @@ class Model(Protocol):
         """Use these ops for the steps between matrix products."""
         ...
 
+
+class Model(Cached, Protocol):
+    """A causal language model."""
+
     def forward(
         self,
         tokens: Tensor,
@@ -50,11 +78,12 @@ class Model(Protocol):
         attention: Attention,
         computed: Callable[[int], None] | None = None,
         wanted: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Float32 logits [n, vocab] of tokens [n] int64 at positions [n] int64.
 
         `computed` is called with each layer once its rows are written, on a GPU in stream order. `wanted` [m] names the
-        tokens whose logits are; all by default.
+        tokens whose logits are; all by default. `taps` collect hidden states of all tokens.
         """
         ...
 

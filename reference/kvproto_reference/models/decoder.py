@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Attention
+from .base import Attention, Taps
 from .common import SwiGLU, weight
 from .config import ModelConfig
 from .gqa import GqaAttention
@@ -80,11 +80,12 @@ class Decoder(Stepping):
         attention: Attention,
         computed: Callable[[int], None] | None = None,
         wanted: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Float32 logits [..., n, vocab] of tokens [..., n] int64 at positions [n] int64.
 
         `computed` is called with each layer once its rows are written, on a GPU in stream order. `wanted` [m] names the
-        tokens whose logits are; all by default.
+        tokens whose logits are; all by default. `taps` collect hidden states of all tokens.
         """
         config, stages = self.config, self.stages
         table = self.ops.table(positions, self.rates, config.rope_gain, config.rope_pairs)
@@ -100,6 +101,10 @@ class Decoder(Stepping):
                 x = self.blocks[layer].forward(x, table, attention)
                 if computed is not None:
                     computed(layer)
+                if taps is not None:
+                    taps.put(layer, x)
+        if taps is not None:
+            taps.spread(stages, x)
         x = x if wanted is None else x[wanted]
         head = self.embed if self.head is None else self.head
         if self.norm is None or head is None:

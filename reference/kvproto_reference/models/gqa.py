@@ -21,9 +21,9 @@ class GqaAttention(Stepping):
         queries = tp.queries(config.heads)
         self.heads, self.kv_heads = queries.stop - queries.start, hi - lo
         dim = config.head_dim
-        self.q = weight(self.heads * dim, config.hidden)
-        self.k = weight(self.kv_heads * dim, config.hidden)
-        self.v = weight(self.kv_heads * dim, config.hidden)
+        self.q = weight(self.heads * dim, config.inputs)
+        self.k = weight(self.kv_heads * dim, config.inputs)
+        self.v = weight(self.kv_heads * dim, config.inputs)
         self.o = weight(config.hidden, tp.width(config.heads) * dim)
         self.q_bias = nn.Parameter(torch.zeros(self.heads * dim)) if config.qkv_bias else None
         self.k_bias = nn.Parameter(torch.zeros(self.kv_heads * dim)) if config.qkv_bias else None
@@ -37,7 +37,7 @@ class GqaAttention(Stepping):
         self._whole = join(self.q, self.k, self.v)
 
     def forward(self, x: Tensor, table: Table, attention: Attention) -> Tensor:
-        """x [..., n, hidden] -> [..., n, hidden], summed over ranks."""
+        """x [..., n, inputs] -> [..., n, hidden], summed over ranks."""
         c, bias = self.config, None
         weights = torch.cat((self.q, self.k, self.v)) if self._whole is None else self._whole
         if self.q_bias is not None and self.k_bias is not None and self.v_bias is not None:

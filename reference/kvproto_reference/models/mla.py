@@ -26,17 +26,17 @@ class MlaAttention(Stepping):
         queries = tp.queries(config.heads)
         self.heads, own = queries.stop - queries.start, tp.width(config.heads)
         width, rank = self.heads * (config.nope_dim + config.rope_dim), config.q_rank
-        self.q_a = weight(rank, config.hidden) if rank else None
+        self.q_a = weight(rank, config.inputs) if rank else None
         self.q_a_norm = nn.Parameter(torch.ones(rank)) if rank else None
-        self.q = weight(width, rank or config.hidden)
-        self.kv_a = weight(config.latent + config.rope_dim, config.hidden)
+        self.q = weight(width, rank or config.inputs)
+        self.kv_a = weight(config.latent + config.rope_dim, config.inputs)
         self.kv_norm = nn.Parameter(torch.ones(config.latent))
         self.k_up = weight(self.heads, config.nope_dim, config.latent)
         self.v_up = weight(own, config.v_dim, config.latent)
         self.o = weight(config.hidden, own * config.v_dim)
 
     def forward(self, x: Tensor, table: Table, attention: Attention) -> Tensor:
-        """x [..., n, hidden] -> [..., n, hidden], summed over ranks."""
+        """x [..., n, inputs] -> [..., n, hidden], summed over ranks."""
         c = self.config
         q = split_heads(self._queries(x), self.heads)
         q_nope, q_rope = q[..., : c.nope_dim], q[..., c.nope_dim :]
@@ -52,7 +52,7 @@ class MlaAttention(Stepping):
         return self.tp.all_reduce(F.linear(out.flatten(-2), self.o))
 
     def _queries(self, x: Tensor) -> Tensor:
-        """x [..., hidden] -> [..., heads * (nope_dim + rope_dim)]."""
+        """x [..., inputs] -> [..., heads * (nope_dim + rope_dim)]."""
         if self.q_a is not None and self.q_a_norm is not None:
             x = self.ops.norm(F.linear(x, self.q_a), self.q_a_norm, LATENT_EPS)
         return F.linear(x, self.q)

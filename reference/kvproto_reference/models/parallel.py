@@ -48,13 +48,17 @@ class Pipeline:
         dist.recv(moved, source, self.group)
         return moved.to(x.device)
 
-    def everywhere(self, logits: Tensor) -> Tensor:
-        """Logits of the last rank, on all ranks; on the others the argument gives the shape."""
-        if self.group is None or not logits.numel():
-            return logits
-        told = near_to(logits, self.group)
-        dist.broadcast(told, self.chunks[-1][0], self.group)
-        return told.to(logits.device)
+    def holder(self, layer: int) -> int:
+        """The rank that has a layer."""
+        return next(rank for rank, layers in self.chunks if layer in layers)
+
+    def everywhere(self, x: Tensor, source: int | None = None) -> Tensor:
+        """Logits of the last rank, or what `source` has, on all ranks; on the others the argument gives the shape."""
+        if self.group is None or not x.numel():
+            return x
+        told = near_to(x, self.group)
+        dist.broadcast(told, self.chunks[-1][0] if source is None else source, self.group)
+        return told.to(x.device)
 
 
 @attrs.frozen
