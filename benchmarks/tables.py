@@ -286,7 +286,10 @@ def ways() -> Rows:
 
 @table("acceptance", "sizes", "target + draft | TP" + _ACCEPTANCE)
 def sizes() -> Rows:
-    for row in sorted(results("acceptance")["rows"], key=lambda row: (row["target"] == "gqa", row["draft"] == "mla")):
+    for row in sorted(
+        results("acceptance")["rows"],
+        key=lambda row: (row["target"] == "gqa", ("gqa", "mla", "eagle").index(row["draft"])),
+    ):
         if row["way"] == "handed over":
             here, there = row["tp"]
             yield f"{row['target']} + {row['draft']}".upper(), f"{here} to {there}", *_accepted(row)
