@@ -355,8 +355,8 @@ class SinkTransfers(Extension):
     def accepted(self, message: m.Accepted, now: float) -> None:
         """Handle Accepted."""
         attempt = self.find(message)
-        self._session.answered(message.request, m.Transfer, m.Grant)
-        if attempt is not None:
+        due = self._session.answered(message.request, m.Transfer, m.Grant, about=message.sequence)
+        if attempt is not None and (due or message.request == attempt.request):
             self.mark_accepted(attempt)
 
     def settled(self, attempt: SinkAttempt) -> None:

@@ -11,6 +11,7 @@ from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in
     decode_proof,
     decode_sessions,
     decode_streams,
+    decode_turns,
     handovers,
     large,
     leases,
