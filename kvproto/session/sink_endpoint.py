@@ -219,7 +219,9 @@ class SinkEndpoint(Endpoint):
             return
         match message:
             case m.Done(session=session.session):
-                self._prove(session, lambda attempt: attempt.sequence == message.sequence and is_right(attempt, message))
+                self._prove(
+                    session, lambda attempt: attempt.sequence == message.sequence and is_right(attempt, message)
+                )
             case m.Drained(session=session.session, proof=Proof.PROVEN):
                 self._prove(session, lambda attempt: attempt.sequence == message.sequence)
             case m.Unregistered(session=session.session, proof=Proof.PROVEN):

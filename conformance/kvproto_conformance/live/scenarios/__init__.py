@@ -8,6 +8,7 @@ from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in
     decode_ends,
     decode_extensions,
     decode_hostile,
+    decode_opening,
     decode_proof,
     decode_sessions,
     decode_streams,
