@@ -19,6 +19,11 @@ _EARLY = "Decode begins with the cache of some ranks, and garbage of the others.
 _LOST = "A word too late costs a request that was well."
 
 
+def _under(id: str) -> Callable[[Json], bool]:
+    """Whether a message is about the request of this id."""
+    return lambda fields: fields.get("request") == id
+
+
 def _both(run: DecodeRun) -> tuple[list[Source], Prompt, list[Asked]]:
     """A fetch that both ranks of a source have accepted."""
     sources, prompt = run.ready(2), run.prompt()
@@ -191,9 +196,7 @@ def _crosses(run: DecodeRun) -> None:
     good = source.done_fields(asked, run.handed(source, prompt), prompt.seed)
     for what, lie in _LIES.items():
         id = source.misstate("Done", **(good | asked.of | lie(good)))
-        found = source.expect(
-            "Error", "DoneAck", where=lambda f, id=id: f.get("request") == id, clause="KVP-TRN-WRITER"
-        )
+        found = source.expect("Error", "DoneAck", where=_under(id), clause="KVP-TRN-WRITER")
         run.check(f"a Done {what} is refused", found.name == "Error", found.name, "KVP-TRN-REFUSE")
     source.reply(abort, "Drained", proof="UNPROVABLE")
     run.lost(prompt, "ABORTED", free=False)
@@ -258,7 +261,7 @@ def _failed_after_done(run: DecodeRun) -> None:
     (first, second), prompt, asked = _both(run)
     run.deliver(first, asked[0], prompt)
     id = first.misstate("Failed", **asked[0].of, code="BUSY", path="", mine="", yours="")
-    found = first.expect("Error", "DoneAck", where=lambda f: f.get("request") == id, clause="KVP-SES-STATE")
+    found = first.expect("Error", "DoneAck", where=_under(id), clause="KVP-SES-STATE")
     run.check("refused", found.name == "Error", found.name, "KVP-SES-STATE")
     _waits(run, first, prompt, "KVP-ERR-ALONE")
     run.deliver(second, asked[1], prompt)
@@ -274,7 +277,7 @@ def _second_done(run: DecodeRun) -> None:
     good = first.done_fields(asked[0], run.handed(first, prompt), prompt.seed)
     other = [each | {"data": "55" * (len(each["data"]) // 2)} for each in good["handoff"]]
     id = first.misstate("Done", **(good | asked[0].of | {"handoff": other, "outcome": "FINISHED"}))
-    first.expect("Error", "DoneAck", where=lambda f: f.get("request") == id, clause="KVP-SES-REPLY")
+    first.expect("Error", "DoneAck", where=_under(id), clause="KVP-SES-REPLY")
     _waits(run, first, prompt, "KVP-TRN-SET")
     run.deliver(second, asked[1], prompt)
     found = run.state(prompt)
