@@ -101,6 +101,7 @@ class DoneHandler(Extension):
             self._session.move(attempt, "Done")
             self._session.move(attempt, "DoneAck")
         elif attempt is not None and attempt.state == TransferState.ABORTING:
+            check_outcome(attempt.described, self._session.features, message)
             attempt.proof = Proof.PROVEN
         self._session.reply(m.DoneAck, message)
 

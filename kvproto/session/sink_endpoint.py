@@ -24,7 +24,7 @@ from kvproto.session.endpoint import Endpoint, EndpointCalls
 from kvproto.session.intent import useful
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull
-from kvproto.session.push import SinkPush, Unpacker
+from kvproto.session.push import SinkPush, Unpacker, check_outcome
 from kvproto.session.records import SinkAttempt, SinkTransfer
 from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
@@ -136,6 +136,8 @@ class SinkEndpoint(Endpoint):
         self._unproven: dict[SinkTransfer, None] = {}
         """Transfers that were lost as UNPROVABLE."""
         self._asking: Timer | None = None
+        self.elsewhere: Callable[[m.Message], None] = lambda message: None
+        """Called with a message of another session than its connection's, which may prove something (KVP-SES-OTHER)."""
         self._unhandled: deque[tuple[SinkSession, Event]] = deque()
         """Events of sessions that the endpoint has not acted on yet."""
 
@@ -193,6 +195,8 @@ class SinkEndpoint(Endpoint):
             message = decode(frame)
             if session is not None:
                 self._prove_late(session, message)
+                if getattr(message, "session", None) not in (None, session.session):
+                    self.elsewhere(message)
                 if session.open and session.concerned(message):
                     session.receive(message, now)
         except RemoteError as error:
@@ -200,16 +204,25 @@ class SinkEndpoint(Endpoint):
             if session is not None and head.delivery != "reply" and head.session == session.session:
                 # what its transfer lacks now will not come again
                 named: SinkAttempt | None = session.attempts.get(head.sequence or 0)
-                if named is not None:
+                if named is not None and named.done is None:
                     self._fail(named.transfer, error, now)
         self._after(now)
+
+    def prove(self, message: m.Message) -> None:
+        """Take a message that came over a connection of another endpoint as proof about one of these sessions."""
+        for session in self.sessions.values():
+            self._prove_late(session, message)
 
     def _prove_late(self, session: SinkSession, message: m.Message) -> None:
         """Accept Done, and Drained or Unregistered with PROVEN, as proof however late they come (KVP-EPO-PROOF)."""
         if not self._unproven:
             return
         match message:
-            case m.Done(session=session.session) | m.Drained(session=session.session, proof=Proof.PROVEN):
+            case m.Done(session=session.session):
+                self._prove(
+                    session, lambda attempt: attempt.sequence == message.sequence and is_right(attempt, message)
+                )
+            case m.Drained(session=session.session, proof=Proof.PROVEN):
                 self._prove(session, lambda attempt: attempt.sequence == message.sequence)
             case m.Unregistered(session=session.session, proof=Proof.PROVEN):
                 pools = [owned.memory for owned in session.owner.epochs.values() if owned.asking == message.request]
@@ -628,6 +641,15 @@ class SinkEndpoint(Endpoint):
             if self._asking is None:
                 self._asking = self.timers.at(now, self._ask_late)
         self._calls.lost(transfer, Proof.UNPROVABLE if transfer.unproven else Proof.PROVEN)
+
+
+def is_right(attempt: SinkAttempt, done: m.Done) -> bool:
+    """Whether a late Done says what the routes of its pair promise: any other proves nothing (KVP-TRN-WRITER)."""
+    try:
+        check_outcome(attempt.described, attempt.session.features, done)
+    except RemoteError:
+        return False
+    return True
 
 
 def _adaptable(session: SinkSession) -> bool:

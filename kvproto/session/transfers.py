@@ -355,8 +355,8 @@ class SinkTransfers(Extension):
     def accepted(self, message: m.Accepted, now: float) -> None:
         """Handle Accepted."""
         attempt = self.find(message)
-        self._session.answered(message.request, m.Transfer, m.Grant)
-        if attempt is not None:
+        due = self._session.answered(message.request, m.Transfer, m.Grant, about=message.sequence)
+        if attempt is not None and (due or message.request == attempt.request):
             self.mark_accepted(attempt)
 
     def settled(self, attempt: SinkAttempt) -> None:
@@ -367,6 +367,8 @@ class SinkTransfers(Extension):
 
     def _failed(self, message: m.Failed, now: float) -> None:
         attempt = self.find(message)
+        if attempt is not None and attempt.done is not None:
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", "a transfer that is Done", "Failed")
         if attempt is not None and attempt.state in (TransferState.ASKED, TransferState.ACCEPTED):
             self.settled(attempt)
             self._session.move(attempt, "Failed")
@@ -389,10 +391,14 @@ class SinkTransfers(Extension):
             )
 
     def _drained(self, message: m.Drained, now: float) -> None:
-        attempt = self.find(message) if self._session.asks(message.request) else None
-        if attempt is not None and attempt.abort == message.request:
-            self._session.answered(message.request)
-            self._ended(attempt, message.proof)
+        attempt = self.find(message)
+        if attempt is None or attempt.state == TransferState.ENDED:
+            return
+        if attempt.abort != message.request:
+            mine, yours = f"transfer {attempt.state.value}", "Drained that answers no Abort"
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, yours)
+        self._session.answered(message.request)
+        self._ended(attempt, message.proof)
 
     def _ended(self, attempt: SinkAttempt, proof: Proof) -> None:
         if attempt.proof != Proof.PROVEN:  # as a Done that crossed the Abort is proof too

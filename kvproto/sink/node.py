@@ -25,6 +25,7 @@ from kvproto.sink.registered_pool import LentSinkPool
 from kvproto.transport import default
 from kvproto.transport.base import Transport, bells
 from kvproto.transport.process import Watch, boot_id
+from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
 
 _MOVED = RemoteError(ErrorCode.POOL_MOVED, "pages", "pages of the pool that is registered", "others", "fetch again")
@@ -129,6 +130,14 @@ class SinkNode:
             if self._lent is not None:
                 link = self._links[replica] = SourceLink(self._context, self._lent, address, replica, server)
                 link.endpoint.advice = self._dialer.names.advice
+                link.endpoint.elsewhere = partial(self._prove_former, link)
+
+    def _prove_former(self, link: SourceLink, message: m.Message) -> None:
+        """Take what came over a link as proof about earlier links with the same source."""
+        for former in list(self._former):
+            if (former.replica, former.server) == (link.replica, link.server):
+                former.endpoint.prove(message)
+                self._awake[former] = None
 
     def _greet_later(self, link: SourceLink, now: float) -> None:
         """Greet a source again after a while, as its link is over."""

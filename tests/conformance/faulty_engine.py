@@ -22,9 +22,9 @@ from live_source import Prefill
 from toy_engine import serve
 
 from kvproto.copying.columns import Overlaps
-from kvproto.errors import KvprotoError, PlanError, RemoteError
+from kvproto.errors import KvprotoError, LocalError, PlanError, RemoteError
 from kvproto.net.allow_list import Allowed, AllowList
-from kvproto.session import core, descriptions, endpoint, push, tickets
+from kvproto.session import core, descriptions, endpoint, push, sink_endpoint, tickets
 from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.error_fields import refusal
 from kvproto.session.inline import SinkInline, SourceInline
@@ -39,6 +39,7 @@ from kvproto.session.stream import Credits
 from kvproto.session.table import SessionState
 from kvproto.session.transfers import SinkTransfers, SourceTransfers
 from kvproto.session.watching import WatchEndpoint
+from kvproto.sink.node import SinkNode
 from kvproto.source import prefill
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.shm import memory
@@ -289,9 +290,35 @@ def drained_alone(self: SinkTransfers, attempt: Any, proof: Proof) -> None:
     self._session.move(attempt, "Drained")
 
 
-def hears(kind: type[Any], handle: Callable[[Any, Any, float], None]) -> Callable[[Any], None]:
-    """Have a source handle a message of a transfer otherwise."""
-    return has(SourceTransfers, "handlers", tuple((k, handle if k is kind else h) for k, h in SourceTransfers.handlers))
+def hears(
+    kind: type[Any], handle: Callable[[Any, Any, float], None], by: Any = SourceTransfers
+) -> Callable[[Any], None]:
+    """Have a source, or a sink, handle a message of a transfer otherwise."""
+    return has(by, "handlers", tuple((k, handle if k is kind else h) for k, h in by.handlers))
+
+
+def failed_after_done(self: SinkTransfers, message: m.Failed, now: float, plain: Any = SinkTransfers._failed) -> None:
+    """Failed of a transfer that is Done is acknowledged, and costs the fetch."""
+    attempt = self.find(message)
+    if attempt is None or attempt.done is None:
+        plain(self, message, now)
+        return
+    self.lose(attempt, LocalError(ErrorCode.BUSY, "", "", ""))
+    self._session.reply(m.DoneAck, message)
+
+
+def drained_unasked(self: SinkTransfers, message: m.Drained, now: float, plain: Any = SinkTransfers._drained) -> None:
+    """Drained that answers no Abort is passed over."""
+    attempt = self.find(message)
+    if attempt is None or attempt.abort == message.request:
+        plain(self, message, now)
+
+
+def accepted_by_any(self: SinkTransfers, message: m.Accepted, now: float) -> None:
+    """Accepted answers the Transfer of its sequence, whatever its id."""
+    attempt = self.find(message)
+    if attempt is not None:
+        self.mark_accepted(attempt)
 
 
 def drained_early(self: SourceTransfers, message: m.Abort, now: float) -> None:
@@ -373,6 +400,18 @@ FAULTS: dict[str, Fault] = {
         "source", has(tickets.Tickets, "_match", bound_all_the_same), "LIVE-192", "Transfer was refused: TICKET_BOUND",
     ),
     "Drained takes back what Done has proven": ("sink", has(SinkTransfers, "_ended", drained_alone), "LIVE-905", "pages are free"),
+    "Done that crosses an Abort is proof, whatever it says": (
+        "sink", has(push, "check_outcome", lambda described, features, message: None), "LIVE-913", "a Done of another writer is refused",
+    ),
+    "a late Done is proof, whatever it says": (
+        "sink", has(sink_endpoint, "is_right", lambda attempt, done: True), "LIVE-914", "pages are not free",
+    ),
+    "proof that comes over the next connection is passed over": (
+        "sink", has(SinkNode, "_prove_former", lambda self, link, message: None), "LIVE-910", "pages are free",
+    ),
+    "Drained that nobody asked for": ("sink", hears(m.Drained, drained_unasked, SinkTransfers), "LIVE-915", "Error has not come"),
+    "Failed after Done": ("sink", hears(m.Failed, failed_after_done, SinkTransfers), "LIVE-917", "refused: DoneAck"),
+    "Accepted under any id": ("sink", hears(m.Accepted, accepted_by_any, SinkTransfers), "LIVE-923", "Transfer has not come"),
     "another engine in Welcome": ("source", says(m.Welcome, engine="other"), "LIVE-101", "Welcome of 'other'"),
     "no endpoint of its own in Welcome": ("source", says(m.Welcome, endpoints=lambda w: (attrs.evolve(w.endpoints[0], rank=7),)), "LIVE-101", "Welcome of"),
     "no Data is the last": ("source", says(m.Data, last=False), "LIVE-102", "Done, though"),

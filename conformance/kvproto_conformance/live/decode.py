@@ -90,6 +90,8 @@ class DecodeRun(Run):
         fields = found.frame.fields
         self.check("content digest", fields["content"] == content, fields["content"], "KVP-TKT-CONTENT")
         self.check("ticket", fields["ticket"] == prompt.key, "another ticket", "KVP-TKT-BIND")
+        states = {grant["state_after"] for grant in fields["grants"] if "state_after" in grant}
+        self.check("states", states <= {str(len(prompt.tokens))}, f"after {states}", "KVP-GRANT-STATE")
         source.accept(found, state)
         return found
 
@@ -131,7 +133,8 @@ class DecodeRun(Run):
         """The first row that the engine's attention reads otherwise than it was sent; empty if there is none."""
         for group, share in shares(self.live.geometry):
             rows = rows_of(group, len(prompt.tokens))
-            rows = range(max(rows.start, first), rows.stop) if group["kind"] == "PAGE" else rows
+            begin = 0 if group["kind"] == "SLOT" else -(-first // int(group["tokens_per_row"]))
+            rows = range(max(rows.start, begin), rows.stop)
             for layer in share["layers"] if rows else ():
                 for part in whole(group["parts"]):
                     width = int(part["lanes"]) * int(part["lane_bytes"])

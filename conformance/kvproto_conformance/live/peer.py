@@ -12,7 +12,7 @@ from kvproto_conformance.codec import write_frame
 from kvproto_conformance.codec.facts import LIMITS, MESSAGES
 from kvproto_conformance.live.lax import lax_frame
 from kvproto_conformance.live.watch import ENGINE, SUITE, Frame, Watch
-from kvproto_conformance.live.wire import Wire
+from kvproto_conformance.live.wire import Router, Wire
 
 Json = dict[str, Any]
 PATIENCE = 10.0
@@ -115,6 +115,10 @@ class Peer:
             if frame.name == "Goodbye":
                 self._replies.clear()
                 self.watch.restart()
+            if self.watch.is_late(frame):
+                if self.session and isinstance(self.wire, Router):
+                    self.wire.turn_back()  # it may have come over the connection of the session that is over
+                return frame
             answer = self._replies.get((frame.name, str(frame.fields.get("request"))))
             if answer is None:
                 return frame

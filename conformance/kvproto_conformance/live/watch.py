@@ -61,11 +61,16 @@ class Watch:
         self.log: list[tuple[float, str, str, Json | str]] = []
         """Seconds, sender, message, and fields or raw bytes in hex."""
         self._engine, self._begin = engine, time.monotonic()
+        self.session: str | None = None
+        self._over: set[str] = set()
+        """Ids of the sessions that were before."""
         self.restart()
 
     def restart(self) -> None:
         """Watch for another session; the log goes on."""
-        self.session: str | None = None
+        if self.session is not None:
+            self._over.add(self.session)
+        self.session = None
         self.minor = 0
         """The minor version of the session."""
         self.most = 0
@@ -103,11 +108,17 @@ class Watch:
             raise Blamed(sender, f"a frame that a strict reader refuses: {refusal}", "KVP-BODY-W-FORM") from None
         self.log.append((now - self._begin, sender, name, fields))
         frame = Frame(name, fields, raw, sender, now)
+        if self.is_late(frame):
+            return frame
         self._check_envelope(frame)
         self._check_sender(frame)
         if not self._check_ids(frame):
             self._move(frame)
         return frame
+
+    def is_late(self, frame: Frame) -> bool:
+        """Whether this is an Abort by which the engine goes on to ask for proof of a session that is over."""
+        return frame.name == "Abort" and frame.sender == ENGINE and frame.fields["session"] in self._over
 
     def _check_envelope(self, frame: Frame) -> None:
         if frame.sender == SUITE and "limits" in frame.fields:

@@ -93,7 +93,7 @@ class Router:
             _identify(self._socket, self._keys)
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.bind(self._address)
-        self._peer = b""
+        self._peer = self._before = b""
 
     def restart(self) -> None:
         """Break the connection, and listen at the same address again."""
@@ -112,8 +112,13 @@ class Router:
         """The next frame, or None if none comes in time."""
         if not self._socket.poll(int(max(seconds, 0) * 1000)):
             return None
+        self._before = self._peer
         self._peer, *parts = self._socket.recv_multipart()
         return b"".join(parts)
+
+    def turn_back(self) -> None:
+        """Send to the peer of before the last message that was received."""
+        self._peer = self._before
 
     def close(self) -> None:
         """Close it; what was sent goes out first."""

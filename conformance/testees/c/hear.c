@@ -28,6 +28,14 @@ static void act(Session *session, const Layout *layout, const Node *map) {
             if (!hear_transfer(session, layout, map)) deny("UNEXPECTED_MESSAGE", "", "a message with a row for this state", layout->name);
     }
 }
+static void prove_former(const Session *session, uint64_t id, const Layout *layout, const Node *map) { /* about a session of before, over the connection of another (KVP-SES-OTHER) */
+    jmp_buf here, *outer = refused;
+    refused = &here;
+    if (!setjmp(here))
+        for (Session *each = gone; each; each = each->next)
+            if (each->source == session->source && each->id == id) hear_transfer(each, layout, map);
+    refused = outer;
+}
 static void hear(Session *session, const uint8_t *frame, size_t size) {
     static const Layout *layout;
     static Node map;
@@ -45,8 +53,10 @@ static void hear(Session *session, const uint8_t *frame, size_t size) {
         map = body(found, frame + HEADER, size - HEADER);
         layout = found;
         Node id = map.items[0];
-        bool opening = layout - LAYOUTS == L_Welcome || layout - LAYOUTS == L_Refused || layout - LAYOUTS == L_Error;
-        if (opening || (id.kind && id.number == session->id && session->id)) act(session, layout, &map);
+        int kind = (int)(layout - LAYOUTS);
+        bool opening = kind == L_Welcome || kind == L_Refused || (kind == L_Error && !id.kind), mine = id.kind && id.number == session->id && session->id;
+        if (!opening && !mine && (kind == L_Done || kind == L_Drained)) prove_former(session, id.number, layout, &map);
+        if (opening || mine) act(session, layout, &map);
         else if (session->id) deny("UNKNOWN_SESSION", "session", "this session", "another");
     } else {
         refused = &here;
@@ -54,7 +64,7 @@ static void hear(Session *session, const uint8_t *frame, size_t size) {
         int kind = kind_of(frame, size);
         begin_path();
         if (kind >= 0 && size > HEADER) read_ids(frame, size, &id, &request);
-        if (kind >= 0 && kind != L_Error && (layout || is_request(kind))) say_error(session, &id, &request, LAYOUTS[kind].type);
+        if (kind >= 0 && kind != L_Error && session->state != CLOSED && (layout || is_request(kind))) say_error(session, &id, &request, LAYOUTS[kind].type);
         if (layout && (kind == L_Welcome || kind == L_Description || kind == L_Registered)) { /* nothing can come of this session */
             session->source->failed = strcmp(code, "SUPERSEDED") ? code_named(code) : NULL;
             end_session(session, code_named(code), true);

@@ -76,7 +76,13 @@ static Session *dial(Source *source, const char *address, uint64_t rank) {
     free(json.text);
     return session;
 }
+static void greet_routed(Session *session);
 static void greet_source(Source *source) { /* the seed endpoint first; it tells of the others */
+    for (Session *each = source->sessions; each; each = each->next)
+        if (each->state >= DESCRIBED && each->state != CLOSED) {
+            greet_routed(each); /* a rank that went away may be back */
+            return;
+        }
     for (Session *each = source->sessions; each; each = each->next)
         if (each->state != CLOSED) return;
     while (source->sessions) { /* closed ones may still hear what is proven */
@@ -202,6 +208,16 @@ static _Noreturn void deny_unlike(const Node *known, const Node *stated) { /* at
     while (i < geometry->count - 1 && same_encoding(&geometry->fields[i].type, &known->items[i], &stated->items[i])) i++;
     refuse("DESCRIPTION_MISMATCH", &(Path){NULL, geometry->fields[i].name, 0});
 }
+static void greet_routed(Session *session) { /* the other ranks that this one is routed from */
+    const Source *source = session->source;
+    for (size_t i = 0; i < session->boxes; i++) {
+        uint64_t rank = session->box[i][0];
+        if (session->box[i][1] != 0 || session_of(source, rank)) continue;
+        size_t e = 0;
+        while (e < source->endpoint_count && source->endpoints[e].rank != rank) e++;
+        if (e == source->endpoint_count || !dial(session->source, source->endpoints[e].address, rank)) deny("NO_TRANSPORT", "endpoints", "ipc in a directory of mode 0700", "none for a routed rank");
+    }
+}
 static void description(Session *session, const Node *map) {
     Node request = field(L_Description, map, "request"), geometry = field(L_Description, map, "geometry"), digest = field(L_Description, map, "digest");
     char found[32];
@@ -228,14 +244,7 @@ static void description(Session *session, const Node *map) {
     session->box = get((session->boxes + 1) * sizeof *row);
     memcpy(session->box, row, session->boxes * sizeof *row);
     keep(&session->memory);
-    for (size_t i = 0; i < session->boxes; i++) { /* the other ranks that this one is routed from */
-        const Source *source = session->source;
-        uint64_t rank = session->box[i][0];
-        if (session->box[i][1] != 0 || session_of(source, rank)) continue;
-        size_t e = 0;
-        while (e < source->endpoint_count && source->endpoints[e].rank != rank) e++;
-        if (e == source->endpoint_count || !dial(session->source, source->endpoints[e].address, rank)) deny("NO_TRANSPORT", "endpoints", "ipc in a directory of mode 0700", "none for a routed rank");
-    }
+    greet_routed(session);
     for (size_t i = 0; i < session->boxes; i++)
         if (routed(session, i)) {
             register_memory(session);

@@ -194,7 +194,7 @@ static bool verified(const Attempt *attempt, const Node *checksums) { /* the sum
     }
     return true;
 }
-static void check_done(const Session *session, const Attempt *attempt, const Node *map) {
+static void check_done(const Session *session, const Node *map) {
     if (number(L_Done, map, "writer") != session->rank) deny("WRONG_PEER", "writer", "the rank of this session", "another");
     Node groups = field(L_Done, map, "groups"), handoff = field(L_Done, map, "handoff");
     size_t n = 0, h = 0;
@@ -217,12 +217,12 @@ static void check_done(const Session *session, const Attempt *attempt, const Nod
     }
     if (h != handoff.count) deny("WRONG_PEER", "handoff", "the routed hand-off groups", "more");
     if (field(L_Done, map, "begins").count) deny("BAD_GRANT", "begins", "no window was asked for as late", "a late one");
-    if (!pool.shared && attempt->unpacked < attempt->length) deny("UNEXPECTED_MESSAGE", "", "the end of the stream first", "Done");
 }
 static void done(Session *session, Fetch *fetch, Attempt *attempt, const Node *map) {
     uint64_t request = number(L_Done, map, "request");
     if (attempt->state == ASKED || attempt->state == ACCEPTED) {
-        check_done(session, attempt, map);
+        check_done(session, map);
+        if (!pool.shared && attempt->unpacked < attempt->length) deny("UNEXPECTED_MESSAGE", "", "the end of the stream first", "Done");
         Node handoff = field(L_Done, map, "handoff"), checksums = field(L_Done, map, "checksums");
         for (size_t i = 0; i < handoff.count; i++) {
             Node bytes = field(L_HandOff, &handoff.items[i], "data");
@@ -242,8 +242,11 @@ static void done(Session *session, Fetch *fetch, Attempt *attempt, const Node *m
         fetch->arrived = !fetch->lost;
         return;
     }
-    acknowledge(session, request, attempt->sequence); /* again, or it has crossed an Abort: proof all the same */
-    if (attempt->state == ABORTING || attempt->state == UNPROVABLE) attempt->state = PROVEN;
+    if (attempt->state == ABORTING || attempt->state == UNPROVABLE) { /* it has crossed an Abort: proof all the same */
+        check_done(session, map);
+        attempt->state = PROVEN;
+    }
+    acknowledge(session, request, attempt->sequence);
 }
 static void failed(Session *session, Fetch *fetch, Attempt *attempt, const Node *map) {
     acknowledge(session, number(L_Failed, map, "request"), attempt->sequence);
@@ -312,10 +315,12 @@ static bool hear_transfer(Session *session, const Layout *layout, const Node *ma
         answered(session, &request, L_Transfer);
         done(session, fetch, attempt, map);
     } else if (kind == L_Failed) {
+        if (attempt->state == DONE) return false;
         answered(session, &request, L_Transfer);
         failed(session, fetch, attempt, map);
     } else if (kind == L_Drained) {
         bool due = answered(session, &request, L_Abort), proven = number(L_Drained, map, "proof") == 1;
+        if (!due && attempt->state != PROVEN && attempt->state != UNPROVABLE) return false; /* no Abort has asked for it */
         if (attempt->state == ABORTING && due) attempt->state = proven ? PROVEN : UNPROVABLE;
         if (attempt->state == UNPROVABLE && proven) attempt->state = PROVEN; /* it counts whenever it arrives (KVP-SES-ANSWERED) */
     } else take_data(session, attempt, map);

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
@@ -17,7 +15,6 @@ from kvproto_conformance.live.lax import lax_frame, raw_frame
 from kvproto_conformance.live.scenario import scenario
 from kvproto_conformance.live.scenarios.decode_hostile import leave, not_offered
 from kvproto_conformance.live.source import Source
-from kvproto_conformance.live.wire import free_address
 
 Json = dict[str, Any]
 _PART = "Only a part of a number or digest is compared: what differs in the rest is believed."
@@ -354,34 +351,6 @@ def _runs(run: DecodeRun) -> None:
     heard = [frame.name for frame in source.silence(0.3)]
     run.check("no Describe", "Describe" not in heard, str(heard), "KVP-SES-OLDER")
     source.session = ""
-
-
-def _unsafe(at: Callable[[str], str]) -> Any:
-    def script(run: DecodeRun) -> None:
-        """Whether `connect` is refused, or nothing comes of it, is the engine's affair."""
-        with tempfile.TemporaryDirectory() as folder:
-            os.chmod(folder, 0o755)
-            address, geometry = at(folder), world.mirror(run.live.geometry)
-            source = Source(address, name="unsafe", geometry=geometry, transport=run.transport)
-            run.peers.append(source)
-            run.engine.answer("connect", engine=source.name, address=address)
-            run.engine.answer(
-                "fetch", id="unsafe", key="00" * 16, engine=source.name, deadline=60_000, tokens=[1], first=0
-            )
-            heard = [frame.name for frame in source.silence(0.3)]
-            run.check("no word", not heard, str(heard), "KVP-NET-INSECURE")
-
-    return script
-
-
-scenario("LIVE-885", "a source in a folder that others may enter hears nothing", "KVP-NET-INSECURE", role="sink",
-         guards="Any user of the machine may be the source.", level="L4", spoils=True)(
-    _unsafe(lambda folder: f"ipc://{folder}/source")
-)  # fmt: skip
-scenario("LIVE-886", "a source over TCP without keys hears nothing", "KVP-NET-INSECURE", role="sink",
-         guards="Anybody on the network may be the source.", level="L4", spoils=True)(
-    _unsafe(lambda folder: free_address())
-)  # fmt: skip
 
 
 @scenario("LIVE-887", "a frame longer than any that may be sent", "KVP-NET-FRAME", role="sink", level="L4",

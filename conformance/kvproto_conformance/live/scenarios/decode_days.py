@@ -73,12 +73,16 @@ def _short(run: DecodeRun) -> None:
         run.hand_over(sources, run.prompt(tokens))
 
 
-@scenario("LIVE-335", "a prefix of one token, to the middle of a page, of all tokens but one, and of all",
-          "KVP-GRANT-COUNT", role="sink", guards="One side alone names the page in which a prefix ends.")  # fmt: skip
 def _prefixes(run: DecodeRun) -> None:
     sources = run.ready()
     for first in (1, 20, 44, 45):
         run.hand_over(sources, run.prompt(45), first)
+
+
+for _id, _world in (("LIVE-335", "gqa"), ("LIVE-929", "mla"), ("LIVE-930", "hybrid")):
+    scenario(_id, f"a prefix of one token, to the middle of a page, of all tokens but one, and of all ({_world})",
+             "KVP-GRANT-COUNT", "KVP-GRANT-STATE", role="sink", world=_world,
+             guards="One side alone names the page in which a prefix ends.")(_prefixes)  # fmt: skip
 
 
 @scenario("LIVE-336", "the endpoint that is known is that of the second rank", "KVP-TRN-ALL", role="sink",

@@ -18,13 +18,13 @@ _HANGS = "Requests wait in a session that is over for their source."
 _ANOTHER = "A word about another transfer, rank or memory is taken for one about this."
 
 
-def _aborted(run: DecodeRun, source: Source, prompt: Prompt) -> Frame:
+def aborted(run: DecodeRun, source: Source, prompt: Prompt) -> Frame:
     """The Abort of a fetch that the engine gives up."""
     run.engine.ask("abort", id=prompt.id)
     return source.expect("Abort", clause="KVP-END-REUSE")
 
 
-def _is_free(run: DecodeRun, source: Source, prompt: Prompt, clause: str) -> None:
+def is_free(run: DecodeRun, source: Source, prompt: Prompt, clause: str) -> None:
     """Check that the engine takes what was just said for proof."""
     source.silence(0.1)
     found = run.state(prompt, 0.1)
@@ -32,7 +32,7 @@ def _is_free(run: DecodeRun, source: Source, prompt: Prompt, clause: str) -> Non
         run.engine.ask("release", id=prompt.id)
 
 
-def _not_free(run: DecodeRun, source: Source, prompt: Prompt, clause: str) -> None:
+def not_free(run: DecodeRun, source: Source, prompt: Prompt, clause: str) -> None:
     """Check that the engine still waits for proof."""
     source.silence(0.1)
     found = run.state(prompt, 0.1)
@@ -43,12 +43,12 @@ def _not_free(run: DecodeRun, source: Source, prompt: Prompt, clause: str) -> No
           guards=_KEPT, level="L4", maps=True)  # fmt: skip
 def _second_drained(run: DecodeRun) -> None:
     source, prompt, _ = run.begun()
-    abort = _aborted(run, source, prompt)
+    abort = aborted(run, source, prompt)
     source.reply(abort, "Drained", proof="UNPROVABLE")
     run.lost(prompt, "ABORTED", free=False)
-    _not_free(run, source, prompt, "KVP-END-REUSE")
+    not_free(run, source, prompt, "KVP-END-REUSE")
     source.reply(abort, "Drained", proof="PROVEN")
-    _is_free(run, source, prompt, "KVP-SES-ANSWERED")
+    is_free(run, source, prompt, "KVP-SES-ANSWERED")
     run.hand_over([source])
 
 
@@ -57,11 +57,11 @@ def _second_drained(run: DecodeRun) -> None:
 def _done_crosses(run: DecodeRun) -> None:
     source, prompt, asked = run.begun()
     source.move(asked, prompt.seed)
-    abort = _aborted(run, source, prompt)
+    abort = aborted(run, source, prompt)
     source.acknowledged(source.done(asked, run.handed(source, prompt), prompt.seed))
     source.reply(abort, "Drained", proof="UNPROVABLE")
     run.lost(prompt, "ABORTED", free=False)
-    _is_free(run, source, prompt, "KVP-SES-ANSWERED")
+    is_free(run, source, prompt, "KVP-SES-ANSWERED")
     run.hand_over([source])
 
 
@@ -69,12 +69,12 @@ def _done_crosses(run: DecodeRun) -> None:
           guards=_PAGES, level="L4", maps=True)  # fmt: skip
 def _drained_of_another(run: DecodeRun) -> None:
     source, prompt, asked = run.begun()
-    abort = _aborted(run, source, prompt)
+    abort = aborted(run, source, prompt)
     another = str(int(asked.of["sequence"]) + 1)
     source.misstate("Drained", request=abort.fields["request"], sequence=another, proof="PROVEN")
     found = source.expect("Error", clause="KVP-SES-STATE").fields
     run.check("code", found["code"] == "UNEXPECTED_MESSAGE", str(found), "KVP-SES-STATE")
-    _not_free(run, source, prompt, "KVP-END-REUSE")
+    not_free(run, source, prompt, "KVP-END-REUSE")
     source.reply(abort, "Drained", proof="PROVEN")
     run.lost(prompt, "ABORTED")
     run.hand_over([source])
@@ -113,7 +113,7 @@ def _unknown(run: DecodeRun) -> None:
     given_up = run.prompt()
     run.fetch(source, given_up)
     run.asked(source, given_up)
-    abort = _aborted(run, source, given_up)
+    abort = aborted(run, source, given_up)
     said = {"code": "UNKNOWN_SESSION", "path": "session", "mine": "no such session", "yours": source.session}
     source.send("Error", request=abort.fields["request"], **said)
     hello = _reopens(source)
@@ -165,16 +165,16 @@ def _late(say: Callable[[DecodeRun, Source, Asked, Prompt, Frame], Json]) -> Any
     def script(run: DecodeRun) -> None:
         """An Abort is out when the source says Goodbye; what comes afterwards is proof all the same."""
         source, prompt, asked = run.begun()
-        abort = _aborted(run, source, prompt)
+        abort = aborted(run, source, prompt)
         session = source.session
         fields = say(run, source, asked, prompt, abort)
         source.goodbye()
         run.lost(prompt, "ABORTED", free=False)
-        _not_free(run, source, prompt, "KVP-END-REUSE")
+        not_free(run, source, prompt, "KVP-END-REUSE")
         name = "Drained" if "proof" in fields else "Done"
         source.over()
         source.misstate(name, session=session, **fields)
-        _is_free(run, source, prompt, "KVP-SES-OTHER")
+        is_free(run, source, prompt, "KVP-SES-OTHER")
 
     return script
 
@@ -201,7 +201,7 @@ def _asks_on(run: DecodeRun) -> None:
     source.goodbye()
     run.lost(prompt, "PEER_LOST", free=False)
     source.reply(source.expect("Abort", clause="KVP-END-LATE"), "Drained", proof="PROVEN")
-    _is_free(run, source, prompt, "KVP-SES-OTHER")
+    is_free(run, source, prompt, "KVP-SES-OTHER")
     source.over()
 
 
@@ -218,16 +218,16 @@ def _of_another(change: Callable[[Json], Json]) -> Any:
                 source.registered(process=process | change(process))
                 prompt = run.fetched(source)
                 run.asked(source, prompt)
-                abort = _aborted(run, source, prompt)
+                abort = aborted(run, source, prompt)
                 source.reply(abort, "Drained", proof="UNPROVABLE")
                 run.lost(prompt, "ABORTED", free=False)
-                _not_free(run, source, prompt, "KVP-REG-DEATH")
+                not_free(run, source, prompt, "KVP-REG-DEATH")
             finally:
                 writer.kill()
         source.silence(0.3)
-        _not_free(run, source, prompt, "KVP-REG-DEATH")
+        not_free(run, source, prompt, "KVP-REG-DEATH")
         source.reply(abort, "Drained", proof="PROVEN")
-        _is_free(run, source, prompt, "KVP-SES-ANSWERED")
+        is_free(run, source, prompt, "KVP-SES-ANSWERED")
         run.hand_over([source])
 
     return script

@@ -64,6 +64,9 @@ def leave(run: DecodeRun, source: Source) -> None:
     for frame in source.silence(0.1):
         if frame.name == "Abort":  # KVP-END-LATE
             source.reply(frame, "Drained", proof="PROVEN")
+    source.silence(0.1)
+    if run.state(prompt, 0.1).get("free"):
+        run.engine.ask("release", id=prompt.id)
     source.over()
 
 
