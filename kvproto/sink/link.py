@@ -384,7 +384,8 @@ class SourceLink:
         """Queue a transfer whose bytes are all here for its checksums."""
         fetch: Fetch = transfer.fetch
         assert fetch.registered is not None
-        self._context.verification.add(Arrival(self, fetch, fetch.registered, done, seconds))
+        verify = all(Feature.VERIFY in attempt.session.features for attempt in transfer.parts.values())
+        self._context.verification.add(Arrival(self, fetch, fetch.registered, done, seconds), verify)
 
     def verified(self, arrival: Arrival) -> None:
         del self._context.unreached[self.replica]

@@ -91,10 +91,10 @@ class Verification:
         self.waiting: deque[Arrival] = deque()
         """Arrivals whose checksums are still due."""
 
-    def add(self, arrival: Arrival) -> None:
-        """Add an arrival; its checksums are due if every source rank has stated its own."""
+    def add(self, arrival: Arrival, verify: bool) -> None:
+        """Add an arrival, whose checksums are due with `verify`."""
         try:
-            if all(done.checksums is not None for done in arrival.done):
+            if verify:
                 arrival.sums = [arrival.registered.sums(done, arrival.fetch.grants) for done in arrival.done]
         except KvprotoError as error:
             arrival.error = error.kept()
