@@ -8,7 +8,7 @@ from typing import Any
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.lax import raw_frame
 from kvproto_conformance.live.scenario import Prompt, scenario
-from kvproto_conformance.live.scenarios.decode_ends import aborted
+from kvproto_conformance.live.scenarios.decode_ends import aborted, is_free
 from kvproto_conformance.live.scenarios.decode_hostile import leave
 from kvproto_conformance.live.source import Source
 
@@ -252,3 +252,48 @@ def _beyond(run: DecodeRun) -> None:
     run.check("code", (found["code"], found["path"]) == ("NOT_CANONICAL", "session"), str(found), "KVP-BODY-FORM")
     run.check("no request id", "request" not in found, str(found), "KVP-ERR-ANSWER")
     run.hand_over([source])
+
+
+@scenario("LIVE-939", "a Transfer is answered by Error NOT_ALLOWED, and another one goes on", "KVP-END-FAILED",
+          "KVP-ERR-ALONE", role="sink", guards=_ALONE, level="L4")  # fmt: skip
+def _one_not_allowed(run: DecodeRun) -> None:
+    source, prompt, going_on = run.begun()
+    refused = run.fetched(source)
+    asked = source.asked()
+    said = {"code": "NOT_ALLOWED", "path": "ticket", "mine": "another tenant's", "yours": "this one"}
+    source.send("Error", request=asked.frame.fields["request"], **said)
+    found = source.expect("Abort", "Goodbye", clause="KVP-END-FAILED")
+    if not run.check("the session goes on", found.name == "Abort", found.name, "KVP-ERR-ALONE"):
+        source.session = ""
+        return
+    source.reply(found, "Drained", proof="PROVEN")
+    run.lost(refused, "NOT_ALLOWED", "PEER_LOST")
+    run.delivered(source, going_on, prompt)
+
+
+@scenario("LIVE-940", "Failed by codes after which something else might be tried: nothing is", "KVP-END-FAILED",
+          role="sink", guards="Decode tries again by itself, with a ticket that is used.", level="L4")  # fmt: skip
+def _not_again(run: DecodeRun) -> None:
+    source = run.one()
+    source.ids = 1 << 20  # a Failed under the id of a Transfer would answer that
+    for code in ("BUSY", "DRAINING", "NOT_HELD", "UNKNOWN_TICKET"):
+        prompt = run.fetched(source)
+        source.acknowledged(source.fail(run.asked(source, prompt), code))
+        source.reply(source.expect("Abort", clause="KVP-END-FAILED"), "Drained", proof="PROVEN")
+        run.lost(prompt, code)
+    heard = [frame.name for frame in source.silence(0.1, but=("Credit",))]
+    run.check("no Transfer", "Transfer" not in heard, str(heard), "KVP-END-FAILED")
+    run.hand_over([source])
+
+
+@scenario("LIVE-941", "nothing is proven, and then the session ends: Abort goes on", "KVP-END-LATE", role="sink",
+          guards="Pages that nobody writes any more are never used again.", level="L4", must=False, slow=True,
+          maps=True)  # fmt: skip
+def _asks_on(run: DecodeRun) -> None:
+    source, prompt, _ = run.begun()
+    source.reply(aborted(run, source, prompt), "Drained", proof="UNPROVABLE")
+    run.lost(prompt, "ABORTED", free=False)
+    source.goodbye()
+    source.reply(source.expect("Abort", clause="KVP-END-LATE"), "Drained", proof="PROVEN")
+    is_free(run, source, prompt, "KVP-SES-OTHER")
+    source.over()
