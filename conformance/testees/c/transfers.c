@@ -327,7 +327,12 @@ static bool hear_transfer(Session *session, const Layout *layout, const Node *ma
         failed(session, fetch, attempt, map);
     } else if (kind == L_Drained) {
         bool due = answered(session, &request, L_Abort), proven = number(L_Drained, map, "proof") == 1;
-        if (!due && attempt->state != PROVEN && attempt->state != UNPROVABLE) return false; /* no Abort has asked for it */
+        if (!due && session->state != CLOSED && attempt->state != PROVEN && attempt->state != UNPROVABLE) return false; /* no Abort has asked for it */
+        if (session->state == CLOSED && proven) { /* whichever Abort it answers */
+            attempt->state = PROVEN;
+            for (Request *each = session->requests; each; each = each->next)
+                if (each->kind == L_Abort && each->sequence == attempt->sequence) each->until = each->again = 1e18;
+        }
         if (attempt->state == ABORTING && due) attempt->state = proven ? PROVEN : UNPROVABLE;
         if (attempt->state == UNPROVABLE && proven) attempt->state = PROVEN; /* it counts whenever it arrives (KVP-SES-ANSWERED) */
     } else take_data(session, attempt, map);
