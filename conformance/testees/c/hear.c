@@ -18,7 +18,8 @@ static void act(Session *session, const Layout *layout, const Node *map) {
         case L_Refused: case L_Error: {
             const char *name = name_of(&ENUMS[E_ErrorCode], number((int)(layout - LAYOUTS), map, "code"));
             bool about_request = request.kind && (answered(session, &request, L_Hello) || answered(session, &request, L_Describe) || answered(session, &request, L_Register));
-            if (about_request || (name && (!strcmp(name, "NOT_ALLOWED") || !strcmp(name, "UNKNOWN_SESSION") || !strcmp(name, "SUPERSEDED")))) {
+            bool revoked = name && ((!strcmp(name, "NOT_ALLOWED") && !request.kind) || !strcmp(name, "UNKNOWN_SESSION") || !strcmp(name, "SUPERSEDED"));
+            if (about_request || revoked) {
                 if (about_request) session->source->failed = name ? name : "INTERNAL";
                 end_session(session, name && strcmp(name, "UNKNOWN_SESSION") ? name : "PEER_LOST", about_request);
             } else if (request.kind) answered_by_error(session, request.number, name ? name : "INTERNAL");

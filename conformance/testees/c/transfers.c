@@ -35,14 +35,22 @@ static bool is_settled(const Fetch *fetch) { /* whether no source rank that can 
         if (fetch->attempts[i].state == ABORTING && fetch->attempts[i].session && fetch->attempts[i].session->state != CLOSED) return false;
     return true;
 }
+static void ask_for_proof(Attempt *attempt, const char *reason) {
+    Text json = {0};
+    uint64_t now_id = attempt->session->id;
+    form(&json, ", \"sequence\": \"%llu\", \"reason\": \"%s\"", (unsigned long long)attempt->sequence, reason);
+    attempt->state = ABORTING;
+    attempt->session->id = attempt->session_id;
+    ask(attempt->session, L_Abort, attempt->sequence, json.text);
+    attempt->session->id = now_id;
+    free(json.text);
+}
 static void give_up(Fetch *fetch, const char *why, const char *reason) { /* and tell every routed rank whose good Done is missing (KVP-END-FAILED) */
     if (fetch->lost || fetch->arrived) return;
     fetch->lost = why;
     for (size_t i = 0; i < fetch->attempt_count; i++) {
         Attempt *attempt = &fetch->attempts[i];
         if (attempt->state == UNSENT || attempt->state == DONE || !attempt->session) continue;
-        Text json = {0};
-        form(&json, ", \"sequence\": \"%llu\", \"reason\": \"%s\"", (unsigned long long)attempt->sequence, reason);
         for (Request **each = &attempt->session->requests; *each;) {
             Request *found = *each;
             if (found->kind == L_Transfer && found->sequence == attempt->sequence) {
@@ -51,18 +59,17 @@ static void give_up(Fetch *fetch, const char *why, const char *reason) { /* and 
                 free(found);
             } else each = &found->next;
         }
-        attempt->state = ABORTING;
-        uint64_t now_id = attempt->session->id;
-        attempt->session->id = attempt->session_id;
-        ask(attempt->session, L_Abort, attempt->sequence, json.text);
-        attempt->session->id = now_id;
-        free(json.text);
+        ask_for_proof(attempt, reason);
     }
 }
 static void lost(Session *session, const char *why) {
     for (Fetch *fetch = fetches; fetch; fetch = fetch->next) {
         bool concerned = fetch->source == session->source && !fetch->attempt_count;
-        for (size_t i = 0; i < fetch->attempt_count; i++) concerned |= fetch->attempts[i].session == session && fetch->attempts[i].state != DONE;
+        for (size_t i = 0; i < fetch->attempt_count; i++) {
+            Attempt *attempt = &fetch->attempts[i];
+            concerned |= attempt->session == session && attempt->state != DONE;
+            if (attempt->session == session && attempt->state == UNPROVABLE) ask_for_proof(attempt, "its session has ended"); /* KVP-END-LATE */
+        }
         if (concerned) give_up(fetch, code_named(why), why);
     }
 }
@@ -320,7 +327,12 @@ static bool hear_transfer(Session *session, const Layout *layout, const Node *ma
         failed(session, fetch, attempt, map);
     } else if (kind == L_Drained) {
         bool due = answered(session, &request, L_Abort), proven = number(L_Drained, map, "proof") == 1;
-        if (!due && attempt->state != PROVEN && attempt->state != UNPROVABLE) return false; /* no Abort has asked for it */
+        if (!due && session->state != CLOSED && attempt->state != PROVEN && attempt->state != UNPROVABLE) return false; /* no Abort has asked for it */
+        if (session->state == CLOSED && proven) { /* whichever Abort it answers */
+            attempt->state = PROVEN;
+            for (Request *each = session->requests; each; each = each->next)
+                if (each->kind == L_Abort && each->sequence == attempt->sequence) each->until = each->again = 1e18;
+        }
         if (attempt->state == ABORTING && due) attempt->state = proven ? PROVEN : UNPROVABLE;
         if (attempt->state == UNPROVABLE && proven) attempt->state = PROVEN; /* it counts whenever it arrives (KVP-SES-ANSWERED) */
     } else take_data(session, attempt, map);

@@ -43,6 +43,8 @@ def _other_sessions(run: DecodeRun) -> None:
         id = source.misstate("Ping", session=str(int(source.session) ^ flip))
         found = source.expect("Error", where=_under(id), clause="KVP-SES-OTHER").fields
         run.check("code", found["code"] == "UNKNOWN_SESSION", found["code"], "KVP-SES-OTHER")
+        stated = found.get("session", str(int(source.session) ^ flip))
+        run.check("session as received", stated == str(int(source.session) ^ flip), stated, "KVP-SES-OTHER")
     run.hand_over([source])
 
 

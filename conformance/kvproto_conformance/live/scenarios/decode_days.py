@@ -321,7 +321,12 @@ def _half_changed(run: DecodeRun) -> None:
     second.welcome()
     run.fetch(first, run.prompt())
     second.describe()
-    heard = [frame.name for each in (second, first) for frame in each.silence(0.2)]
+    heard = []
+    for each in (second, first):
+        heard += [frame.name for frame in each.silence(0.2, but=("Register",))]
+        if each.heard:
+            each.registered()
+    heard += [frame.name for each in (second, first) for frame in each.silence(0.2)]
     run.check("nothing is refused", not {"Error", "Goodbye"} & {*heard}, str(heard), "KVP-DSC-RANKS")
     run.check("nothing is requested", "Transfer" not in heard, str(heard), "KVP-DSC-RANKS")
     first.session = second.session = ""

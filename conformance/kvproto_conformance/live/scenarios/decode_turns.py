@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
+from kvproto_conformance.codec import read_frame
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.lax import raw_frame
 from kvproto_conformance.live.scenario import Prompt, scenario
-from kvproto_conformance.live.scenarios.decode_ends import aborted
+from kvproto_conformance.live.scenarios.decode_ends import aborted, is_free
 from kvproto_conformance.live.scenarios.decode_hostile import leave
 from kvproto_conformance.live.source import Source
+from kvproto_conformance.live.watch import ENGINE
+from kvproto_conformance.live.wire import Router
 
 Json = dict[str, Any]
 _BUSY = "Prefill refuses what is beyond its limit, and the requests are lost."
@@ -95,9 +99,7 @@ def _one_comes_back(run: DecodeRun) -> None:
     second.over()
     after = run.prompt()
     run.fetch(first, after)
-    fresh = [second]
-    if "Goodbye" in [frame.name for frame in first.silence(0.2, but=("Hello", "Transfer"))]:
-        first.session, fresh = "", [first, second]
+    fresh = [first, second] if _begins_anew(first) else [second]
     for source in fresh:
         source.total = source.sent = 0
         source.welcome()
@@ -111,6 +113,23 @@ def _one_comes_back(run: DecodeRun) -> None:
     for source, each in asked.items():
         run.deliver(source, each, after)
     run.arrived(after)
+
+
+def _begins_anew(source: Source) -> bool:
+    """Whether the engine ends its session, and perhaps greets over another connection before that has come."""
+    assert isinstance(source.wire, Router)
+    end, came = time.monotonic() + 0.2, list[bytes]()
+    while (raw := source.wire.receive(end - time.monotonic())) is not None:
+        came.append(raw)
+    names = [read_frame(raw)[0] for raw in came]
+    over = "Goodbye" in names
+    if over:
+        source.over()
+        came = [raw for raw, name in zip(came, names, strict=True) if name == "Hello"]
+        if came and names[-1] == "Goodbye":
+            source.wire.turn_back()
+    source.heard += [source.watch.see(raw, ENGINE) for raw in came]
+    return over
 
 
 @scenario("LIVE-922", "Description and Registered under ids that are no request's", "KVP-SES-ECHO", role="sink",
@@ -252,3 +271,48 @@ def _beyond(run: DecodeRun) -> None:
     run.check("code", (found["code"], found["path"]) == ("NOT_CANONICAL", "session"), str(found), "KVP-BODY-FORM")
     run.check("no request id", "request" not in found, str(found), "KVP-ERR-ANSWER")
     run.hand_over([source])
+
+
+@scenario("LIVE-939", "a Transfer is answered by Error NOT_ALLOWED, and another one goes on", "KVP-END-FAILED",
+          "KVP-ERR-ALONE", role="sink", guards=_ALONE, level="L4")  # fmt: skip
+def _one_not_allowed(run: DecodeRun) -> None:
+    source, prompt, going_on = run.begun()
+    refused = run.fetched(source)
+    asked = source.asked()
+    said = {"code": "NOT_ALLOWED", "path": "ticket", "mine": "another tenant's", "yours": "this one"}
+    source.send("Error", request=asked.frame.fields["request"], **said)
+    found = source.expect("Abort", "Goodbye", clause="KVP-END-FAILED")
+    if not run.check("the session goes on", found.name == "Abort", found.name, "KVP-ERR-ALONE"):
+        source.session = ""
+        return
+    source.reply(found, "Drained", proof="PROVEN")
+    run.lost(refused, "NOT_ALLOWED", "PEER_LOST")
+    run.delivered(source, going_on, prompt)
+
+
+@scenario("LIVE-940", "Failed by codes after which something else might be tried: nothing is", "KVP-END-FAILED",
+          role="sink", guards="Decode tries again by itself, with a ticket that is used.", level="L4")  # fmt: skip
+def _not_again(run: DecodeRun) -> None:
+    source = run.one()
+    source.ids = 1 << 20  # a Failed under the id of a Transfer would answer that
+    for code in ("BUSY", "DRAINING", "NOT_HELD", "UNKNOWN_TICKET"):
+        prompt = run.fetched(source)
+        source.acknowledged(source.fail(run.asked(source, prompt), code))
+        source.reply(source.expect("Abort", clause="KVP-END-FAILED"), "Drained", proof="PROVEN")
+        run.lost(prompt, code)
+    heard = [frame.name for frame in source.silence(0.1, but=("Credit",))]
+    run.check("no Transfer", "Transfer" not in heard, str(heard), "KVP-END-FAILED")
+    run.hand_over([source])
+
+
+@scenario("LIVE-941", "nothing is proven, and then the session ends: Abort goes on", "KVP-END-LATE", role="sink",
+          guards="Pages that nobody writes any more are never used again.", level="L4", must=False, slow=True,
+          maps=True)  # fmt: skip
+def _asks_on(run: DecodeRun) -> None:
+    source, prompt, _ = run.begun()
+    source.reply(aborted(run, source, prompt), "Drained", proof="UNPROVABLE")
+    run.lost(prompt, "ABORTED", free=False)
+    source.goodbye()
+    source.reply(source.expect("Abort", clause="KVP-END-LATE"), "Drained", proof="PROVEN")
+    is_free(run, source, prompt, "KVP-SES-OTHER")
+    source.over()
