@@ -221,7 +221,7 @@ def _shared(config: Config, kinds: list[str], count: int) -> list[str]:
 def _stated_kinds(config: Config, count: int) -> list[str]:
     """The kind of each layer, by the first field that says it."""
     field, layers = config.get, range(count)
-    if windows := field("hybrid_layer_pattern"):
+    if "swa_num_key_value_heads" in config and (windows := field("hybrid_layer_pattern")):
         return ["window" if window else "attention" for window in windows]
     if letters := field("hybrid_override_pattern"):
         return [_named(letter, _LETTERS, "hybrid_override_pattern") for letter in letters]

@@ -92,11 +92,7 @@ def _in(value: Any, type_: str, path: str) -> Any:
         if not isinstance(value, list):
             raise refuse(ErrorCode.BAD_TYPE, path, "a list", type(value).__name__)
         inner = type_[type_.index("<") + 1 : -1]
-        elements = [_in(v, inner, f"{path}[{i}]") for i, v in enumerate(value)]
-        if inner in BITS:
-            for i, v in enumerate(elements):
-                if v >> BITS[inner]:
-                    raise refuse(ErrorCode.OUT_OF_RANGE, f"{path}[{i}]", f"0..{(1 << BITS[inner]) - 1}", v)
+        elements = [_element(v, inner, f"{path}[{i}]") for i, v in enumerate(value)]
         return np.array(elements, np.uint64) if type_.startswith("array<") else tuple(elements)
     if type_.startswith("struct:"):
         return _object(tables.CLASSES[type_[7:]], value, path)
@@ -111,6 +107,13 @@ def _in(value: Any, type_: str, path: str) -> Any:
             raise refuse(ErrorCode.BAD_TYPE, path, type_, type(value).__name__)
         return value
     return _integer(value, path)
+
+
+def _element(value: Any, type_: str, path: str) -> Any:
+    element = _in(value, type_, path)
+    if type_ in BITS and element >> BITS[type_]:
+        raise refuse(ErrorCode.OUT_OF_RANGE, path, f"0..{(1 << BITS[type_]) - 1}", element)
+    return element
 
 
 def _enum(value: Any, name: str, path: str) -> int:

@@ -16,6 +16,7 @@ FOLDERS = [ROOT / name for name in ("", "reference", "conformance", "integration
 OURS = {"kvproto", "tests", "tools", *(path.name for folder in FOLDERS[1:4] for path in folder.iterdir())}
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 RUNS = [
+    "acceptance --quick",
     "codec --rounds 1",
     "dcp_gpu --device cpu --gpus 1",
     "floods --quick",

@@ -116,3 +116,16 @@ def test_enum_refusal(transport: Any, code: ErrorCode) -> None:
 def test_array_refusal() -> None:
     with raises(WireError, code=ErrorCode.OUT_OF_RANGE, path="tokens[1]"):
         from_json(Content, {"tokens": ["1", str(2**70)], "adapter": "", "salts": []})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "code", "path"),
+    [
+        ([str(2**32), None], ErrorCode.OUT_OF_RANGE, "tokens[0]"),
+        ([None, str(2**32)], ErrorCode.BAD_TYPE, "tokens[0]"),
+        (["1", str(2**32), None], ErrorCode.OUT_OF_RANGE, "tokens[1]"),
+    ],
+)
+def test_elements_are_checked_one_after_the_other(tokens: list[Any], code: ErrorCode, path: str) -> None:
+    with raises(WireError, code=code, path=path):
+        from_json(Content, {"tokens": tokens, "adapter": "", "salts": []})
