@@ -62,9 +62,9 @@ class Driver:
         self._inbox: deque[tuple[Callable[[], None], Callable[[Exception], object]]] = deque()
         """Work, and what to call with the exception that it raises."""
         self._later: deque[Callable[[], object]] = deque()
-        self._epoll, self._watched = select.epoll(), dict[int, object]()
-        self._filenos: Mapping[int, object] = {}
-        """What the node returned last."""
+        self._epoll = select.epoll()
+        self._watched: Mapping[int, object] = {}
+        """What the node's `filenos` returned last."""
         self._ready: list[int] | None = None
         """Descriptors that were readable at the last poll, until a turn has seen them; None if there was no poll."""
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -237,9 +237,8 @@ class Driver:
             for event in self._node.turn(ready):
                 self._deliver(event)
             filenos = self._node.filenos()
-            if filenos is not self._filenos:
-                self._filenos = filenos
-                self._watch(dict(filenos))
+            if filenos is not self._watched:
+                self._watch(filenos)
             wait = self._node.timeout()
             self._due = None if wait is None else time.monotonic() + wait if wait else 0.0
             return wait
@@ -263,7 +262,7 @@ class Driver:
                 _log.exception("a call of %s has failed", self._name)
             failed(error)
 
-    def _watch(self, watched: dict[int, object]) -> None:
+    def _watch(self, watched: Mapping[int, object]) -> None:
         before, now = self._watched.items(), watched.items()
         for fd, _ in before - now:
             with contextlib.suppress(OSError):  # already closed, which has removed it

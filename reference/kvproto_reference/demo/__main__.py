@@ -106,7 +106,7 @@ def _sampled(prompts: list[Prompt], options: DemoOptions) -> list[Prompt]:
 
 
 def _checkpoints(options: DemoOptions) -> tuple[Path, ...]:
-    """Those of the target, and of the draft if there is one."""
+    """Checkpoints of the target, and of the draft if there is one."""
     draft = draft_folder(options.draft, options.speculate, options.target)
     return (checkpoint_folder("target", options.target), *([] if draft is None else [draft]))
 

@@ -174,7 +174,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
 
 
 def _add_prompts(add: Callable[..., object]) -> None:
-    """Add what is asked, and how it is sampled."""
+    """Add the options of prompts and of sampling."""
     add("--prompt-file", type=Path, help="prompts separated by blank lines")
     add("--chat", action="store_true", help="treat each prompt as a user's message, in the model's chat template")
     how = """how to sample all prompts, such as '{"temperature": 0.8, "top_p": 0.9, "stop": ["."]}'; also seed, top_k,

@@ -33,7 +33,7 @@ TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other inst
 SHIPPED = ("mla", "gqa")
 """Names of the targets that are shipped, and of the drafts."""
 COLD = ("compute", "zero")
-"""What a draft may begin with that prefill lacks."""
+"""Ways to begin a draft that prefill lacks."""
 SPECULATE = "tokens that the draft proposes per step; 0: no draft (default 4)"
 DEAL = "which rank stores each run: cyclic, zigzag, or R,R,... until the pattern repeats (default cyclic)"
 """The help text of every option that takes a deal."""
@@ -80,7 +80,7 @@ class EngineOptions:
     spread: Spread = "even"
     """Which ranks of prefill send what several have, as `kvproto.Options` says."""
     cold_draft: str | None = None
-    """What decode begins a draft with whose cache prefill lacks: a name of COLD; None: it refuses such a prefill."""
+    """How decode begins a draft whose cache prefill lacks: a name of COLD; None: it refuses such a prefill."""
     host_pages: int = 0
     """Pages that stay on the host after their requests; 0: none, and no storage."""
     storage: str | None = None

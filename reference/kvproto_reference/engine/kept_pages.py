@@ -37,7 +37,7 @@ _PAUSE = 0.002
 
 
 def names_of(folders: Sequence[Path], configs: Sequence[ModelConfig]) -> dict[str, str]:
-    """What the pages of each model, target and draft, were computed by (KVP-TIER-NAMESPACE)."""
+    """Names of the models and settings that computed the pages of target and draft (KVP-TIER-NAMESPACE)."""
     names = {}
     for name, each, config in zip((TARGET, DRAFT), folders, configs, strict=False):
         names[f"weights.{name}"] = checkpoint.fingerprint(each)

@@ -95,7 +95,7 @@ class Prefiller:
         return over
 
     def _pieces(self) -> Iterable[Piece]:
-        """What the next step computes."""
+        """Pieces of the next step."""
         left = self.budget
         for sequence, done in self._done.items():
             if left:

@@ -134,6 +134,13 @@ class TorchModel(Runner):
         return self._vocab
 
 
+def _begun(attention: PagedAttention, chunks: Sequence[Chunk], shard: Shard) -> list[Tensor]:
+    """A step's tokens, positions and wanted rows on the device, where `attention` has begun with it."""
+    batch, tokens, wanted = assemble(chunks, shard)
+    attention.begin(batch)
+    return [torch.from_numpy(a).to(attention.pool.device) for a in (tokens, batch.positions, wanted)]
+
+
 class TorchRunner(TorchModel):
     """A torch model whose steps attend over the pool, whole or dealt over a DCP group."""
 
@@ -143,11 +150,8 @@ class TorchRunner(TorchModel):
         self.model, self.attention, self._taps = model, attention, taps
 
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
-        batch, tokens, wanted = assemble(chunks, self._shard)
-        device = self.attention.pool.device
         with torch.no_grad():
-            self.attention.begin(batch)
-            ids, positions, rows = (torch.from_numpy(a).to(device) for a in (tokens, batch.positions, wanted))
+            ids, positions, rows = _begun(self.attention, chunks, self._shard)
             taps = Taps(self._taps) if self._taps else None
             logits = self.model.forward(ids, positions, self.attention, computed, rows, taps)
             return TorchLogits(logits, self.attention.check, taps.hidden if taps else None)
@@ -165,11 +169,8 @@ class HeadRunner(TorchModel):
         return 1
 
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
-        batch, tokens, wanted = assemble(chunks, self._shard)
-        device = self.attention.pool.device
         with torch.no_grad():
-            self.attention.begin(batch)
-            ids, positions, rows = (torch.from_numpy(a).to(device) for a in (tokens, batch.positions, wanted))
+            ids, positions, rows = _begun(self.attention, chunks, self._shard)
             made = [chunk.made for chunk in chunks if chunk.made is not None]
             read = [chunk.hidden for chunk in chunks if chunk.hidden is not None]
             features = torch.cat(made) if made else self.head.fuse(torch.cat(read))

@@ -89,7 +89,7 @@ class TokenSequence:
 
     @property
     def finished(self) -> bool:
-        """Whether its end or max_new was reached."""
+        """Whether the text has ended or max_new was reached."""
         return self.remaining <= 0 or self.stopped
 
     def append(self, tokens: Sequence[int]) -> list[int]:

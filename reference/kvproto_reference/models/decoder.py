@@ -12,7 +12,7 @@ from .config import ModelConfig
 from .gqa import GqaAttention
 from .mla import MlaAttention
 from .moe import MoeFFN
-from .ops import Ops, Stepping, Table
+from .ops import Stepping, Table
 from .parallel import SOLO, TensorParallel, check_split
 
 
@@ -66,12 +66,6 @@ class Decoder(Stepping):
         for module in self.modules():
             if isinstance(module, GqaAttention | SwiGLU):
                 module.join()
-
-    def use(self, ops: Ops) -> None:
-        """Use these ops for the steps between matrix products; an attention back end has ones that fit its tensors."""
-        for module in self.modules():
-            if isinstance(module, Stepping):
-                module.ops = ops
 
     def forward(
         self,

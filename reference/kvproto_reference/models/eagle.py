@@ -12,7 +12,7 @@ from .common import SwiGLU, weight
 from .config import EagleConfig, ModelConfig
 from .gqa import GqaAttention
 from .mla import MlaAttention
-from .ops import Ops, Stepping
+from .ops import Stepping
 from .parallel import SOLO, TensorParallel, check_split
 
 
@@ -54,12 +54,6 @@ class EagleHead(Stepping):
         for module in (self.attn, self.ffn):
             if isinstance(module, GqaAttention | SwiGLU):
                 module.join()
-
-    def use(self, ops: Ops) -> None:
-        """See `Decoder.use`."""
-        for module in self.modules():
-            if isinstance(module, Stepping):
-                module.ops = ops
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """Features [..., hidden] of the target's hidden states [..., taps * width], of any float type."""

@@ -85,6 +85,12 @@ class Stepping(nn.Module):
 
     ops = Ops()
 
+    def use(self, ops: Ops) -> None:
+        """Use these ops for the steps between matrix products; an attention back end has ones that fit its tensors."""
+        for module in self.modules():
+            if isinstance(module, Stepping):
+                module.ops = ops
+
 
 def _angles(positions: Tensor, rates: Tensor, gain: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines, times `gain`: [n, rates] float32 each."""

@@ -39,17 +39,22 @@ def not_free(run: DecodeRun, source: Source, prompt: Prompt, clause: str) -> Non
     run.check("pages are not free", not found.get("free"), str(found), clause)
 
 
+def waits_for_proof(run: DecodeRun, source: Source, prompt: Prompt, abort: Frame, clause: str) -> None:
+    """Prove nothing of a fetch that was given up, check that its pages wait, and then prove it."""
+    source.reply(abort, "Drained", proof="UNPROVABLE")
+    run.lost(prompt, "ABORTED", free=False)
+    not_free(run, source, prompt, clause)
+    source.reply(abort, "Drained", proof="PROVEN")
+    is_free(run, source, prompt, "KVP-SES-ANSWERED")
+    run.hand_over([source])
+
+
 @scenario("LIVE-888", "nothing is proven, and then it is: a second Drained", "KVP-SES-ANSWERED", role="sink",
           guards=_KEPT, level="L4", maps=True)  # fmt: skip
 def _second_drained(run: DecodeRun) -> None:
     source, prompt, _ = run.begun()
     abort = aborted(run, source, prompt)
-    source.reply(abort, "Drained", proof="UNPROVABLE")
-    run.lost(prompt, "ABORTED", free=False)
-    not_free(run, source, prompt, "KVP-END-REUSE")
-    source.reply(abort, "Drained", proof="PROVEN")
-    is_free(run, source, prompt, "KVP-SES-ANSWERED")
-    run.hand_over([source])
+    waits_for_proof(run, source, prompt, abort, "KVP-END-REUSE")
 
 
 @scenario("LIVE-905", "Done crosses an Abort, and Drained proves nothing", "KVP-SES-ANSWERED", role="sink",

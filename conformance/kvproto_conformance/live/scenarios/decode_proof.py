@@ -8,7 +8,7 @@ from typing import Any
 
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.scenario import Prompt, scenario
-from kvproto_conformance.live.scenarios.decode_ends import aborted, is_free, not_free
+from kvproto_conformance.live.scenarios.decode_ends import aborted, is_free, not_free, waits_for_proof
 from kvproto_conformance.live.source import Asked, Source, this_process
 from kvproto_conformance.live.watch import Frame
 
@@ -198,12 +198,7 @@ def _crosses(run: DecodeRun) -> None:
         id = source.misstate("Done", **(good | asked.of | lie(good)))
         found = source.expect("Error", "DoneAck", where=_under(id), clause="KVP-TRN-WRITER")
         run.check(f"a Done {what} is refused", found.name == "Error", found.name, "KVP-TRN-REFUSE")
-    source.reply(abort, "Drained", proof="UNPROVABLE")
-    run.lost(prompt, "ABORTED", free=False)
-    not_free(run, source, prompt, "KVP-TRN-WRITER")
-    source.reply(abort, "Drained", proof="PROVEN")
-    is_free(run, source, prompt, "KVP-SES-ANSWERED")
-    run.hand_over([source])
+    waits_for_proof(run, source, prompt, abort, "KVP-TRN-WRITER")
 
 
 @scenario("LIVE-914", "a Done after the session has ended, of another writer or groups", "KVP-TRN-WRITER", role="sink",
@@ -234,12 +229,7 @@ def _unasked(run: DecodeRun) -> None:
         run.check("code", found["code"] == "UNEXPECTED_MESSAGE", str(found), "KVP-SES-STATE")
     _waits(run, source, prompt, "KVP-ERR-ALONE")
     abort = aborted(run, source, prompt)
-    source.reply(abort, "Drained", proof="UNPROVABLE")
-    run.lost(prompt, "ABORTED", free=False)
-    not_free(run, source, prompt, "KVP-END-REUSE")
-    source.reply(abort, "Drained", proof="PROVEN")
-    is_free(run, source, prompt, "KVP-SES-ANSWERED")
-    run.hand_over([source])
+    waits_for_proof(run, source, prompt, abort, "KVP-END-REUSE")
 
 
 @scenario("LIVE-916", "something is proven, and then nothing is: a second Drained", "KVP-SES-ANSWERED", role="sink",
