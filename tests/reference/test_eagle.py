@@ -26,7 +26,7 @@ from kvproto_reference.engine.speculative import SpeculativeDecoder, verify
 from kvproto_reference.engine.tiered_engine import TieredEngine
 from kvproto_reference.engine.undivided import Undivided
 from kvproto_reference.errors import EngineError
-from kvproto_reference.models import Decoder, Dense, EagleConfig, EagleHead, Taps
+from kvproto_reference.models import Decoder, Dense, HeadConfig, Head, Taps
 from kvproto_reference.presets import HEADS
 from kvproto_reference.train import train
 from kvproto_reference.train_head import Unrolled, loss_of
@@ -47,9 +47,9 @@ def head(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """Saves an untrained head of an untrained target, of a kind of attention, with changes to what it says of itself."""
 
     def build(target: str, kind: str = "gqa", shift: int = 20, **changes: object) -> Path:
-        reads = EagleConfig(target=checkpoint.fingerprint(folders[target]), width=32, taps=TAPS, vocab=SAYS)
+        reads = HeadConfig(target=checkpoint.fingerprint(folders[target]), width=32, taps=TAPS, vocab=SAYS)
         torch.manual_seed(7)
-        made = EagleHead(attrs.evolve(CONFIGS[kind], layers=1, eagle=attrs.evolve(reads, **changes)))
+        made = Head(attrs.evolve(CONFIGS[kind], layers=1, head=attrs.evolve(reads, **changes)))
         made.d2t.fill_(shift)
         folder = tmp_path_factory.mktemp("head")
         checkpoint.save(folder, made)
@@ -72,7 +72,7 @@ class Engine:
         for number, model in enumerate(models):
             (group,) = lay_out([cache(number, model.config, Layout(), PAGE)]).groups
             pools.append(KVPool.allocate(model.config, PAGES, PAGE))
-            taps = () if number else models[1].config.eagle.taps
+            taps = () if number else models[1].config.head.taps
             runners.append(torch_runner(model, pools[-1], Shard(group, 0), taps=taps))
         return cls(*runners, pools)
 
@@ -192,7 +192,7 @@ def test_proposals_are_those_of_training(kind: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(engine.target, "run", run)
     while not sequence.finished:
         ids = [*PROMPT, *sequence.generated]
-        _, hidden = whole(model, ids[:-1], made.config.eagle.taps)
+        _, hidden = whole(model, ids[:-1], made.config.head.taps)
         tokens, features, attention, right = torch.tensor(ids[1:]), made.fuse(hidden), Unrolled(made.config), []
         decoder.step([sequence])
         for u in range(len(runs[-1])):
