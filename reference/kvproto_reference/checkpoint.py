@@ -183,7 +183,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def shipped_head(form: str, target: Path) -> Path:
-    """The folder of the shipped head of a form that was trained for a target; raises EngineError where there is none."""
+    """The folder of the shipped head of a form that was trained for a target; raises EngineError if there is none."""
     own, others = fingerprint(target), list[str]()
     for folder in sorted(CHECKPOINTS.iterdir()):
         reads = load_config(folder).head

@@ -1,9 +1,9 @@
 """Trains what needs a GPU: heads of SmolLM2 and of a small MLA model; python -m kvproto_reference.distill OUT.
 
-A head learns what its own target says, so the target writes the text: continuations of beginnings, some of them greedy,
-some drawn. SmolLM2 also writes what the small MLA model, whose tokens are bytes, is trained on. Beginnings are docstrings
-of Python's standard library, and turns of a chat whose questions SmolLM2 makes up. Nothing else is read, and so no text
-on which the heads are measured.
+A head learns what its own target says, so the target writes the text: continuations of beginnings, some of them
+greedy, some drawn. SmolLM2 also writes what the small MLA model, whose tokens are bytes, is trained on. Beginnings are
+docstrings of Python's standard library, and chats whose questions SmolLM2 makes up. Nothing else is read, and so no
+text on which the heads are measured.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from . import checkpoint, smollm2
 from .models import Attention, Decoder, Dense, Head, ModelConfig, Rows
+from .models.head import head_of
 from .presets import LARGE, LARGE_HEADS, HeadPreset, Preset
 from .tokenizer import EOS, Tokenizer
 from .train import build_optimizers, rate_factor
@@ -34,7 +35,10 @@ BEGUN = 24
 DRAWN = 24
 """Tokens after a beginning that are always drawn at temperature 1, so that no two texts are alike."""
 TEMPERATURES = (0.0, 0.6, 1.0)
-CHAT = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\n"
+CHAT = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\n"
+)
 
 
 SECONDS = {
@@ -44,6 +48,10 @@ SECONDS = {
 """How long each of them is written by or trained, on one H100 or H200."""
 
 
+WARM = 10, 40
+"""Steps whose time says how many there are time for."""
+
+
 class Kept(Attention):
     """Rows of a batch of sequences that all stand at one position, with room for `room` tokens each."""
 
@@ -51,7 +59,9 @@ class Kept(Attention):
         self.config, self._where = config, torch.arange(room, device=device)
         self.heads = config.kv_heads if config.kind == "gqa" else 1
         shape = config.layers, batch, room, self.heads, config.row_dim
-        self._rows = {part: torch.zeros(shape, dtype=getattr(torch, config.dtype), device=device) for part in config.parts}
+        self._rows = {
+            part: torch.zeros(shape, dtype=getattr(torch, config.dtype), device=device) for part in config.parts
+        }
         self.positions = torch.zeros(1, dtype=torch.int64, device=device)
 
     def attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
@@ -69,13 +79,22 @@ class Kept(Attention):
 class Writer:
     """Continues beginnings with a model, a batch at a time; each step is a replayed CUDA graph on a GPU."""
 
-    def __init__(self, model: Decoder, batch: int, length: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        batch: int,
+        length: int,
+        device: torch.device,
+        temperatures: Sequence[float] = TEMPERATURES,
+    ) -> None:
+        """Texts of `length` tokens, as many at each temperature; without any but 0, all of them are greedy."""
         self._model, self._length = model, length
         self._attention = Kept(model.config, batch, length, device)
         self._newest = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        third = torch.arange(batch, device=device) * len(TEMPERATURES) // batch
-        self._heat = torch.tensor(TEMPERATURES, device=device)[third][:, None]
+        share = torch.arange(batch, device=device) * len(temperatures) // batch
+        self._heat = torch.tensor(temperatures, device=device)[share][:, None]
         self._warm = torch.zeros((), dtype=torch.int64, device=device)
+        self._at = torch.zeros(1, dtype=torch.int64, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @torch.no_grad()
@@ -85,35 +104,26 @@ class Writer:
         self._warm.fill_(begun.shape[1] + DRAWN if self._heat.any() else 0)
         attention.positions = torch.arange(begun.shape[1], device=begun.device)
         self._choose(self._model.forward(begun, attention.positions, attention)[:, -1])
-        attention.positions = torch.full((1,), begun.shape[1], device=begun.device)
-        if self._graph is None and begun.is_cuda:
-            self._capture()
+        attention.positions = self._at
         for at in range(begun.shape[1], self._length):
             said.append(self._newest.clone())
-            if at + 1 == self._length:
-                break
-            if self._graph is None:
-                self._step()
-                continue
             self._at.fill_(at)
-            self._graph.replay()
+            if self._graph is not None:
+                self._graph.replay()
+            else:
+                self._step()
+                if begun.is_cuda:
+                    self._capture()
         return torch.cat(said, 1)
 
     def _capture(self) -> None:
-        self._at = self._attention.positions
-        kept = self._newest.clone()
-        self._step()
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        self._attention.positions = self._at
-        with torch.cuda.graph(self._graph):
-            self._choose(self._model.forward(self._newest, self._at, self._attention)[:, -1])
-        self._newest.copy_(kept)
+        with torch.cuda.graph(self._graph):  # runs nothing
+            self._step()
 
     def _step(self) -> None:
-        attention = self._attention
-        self._choose(self._model.forward(self._newest, attention.positions, attention)[:, -1])
-        attention.positions = attention.positions + 1
+        self._choose(self._model.forward(self._newest, self._at, self._attention)[:, -1])
 
     def _choose(self, logits: Tensor) -> None:
         noise = -torch.empty_like(logits).exponential_().log()
@@ -156,28 +166,30 @@ def written(model: Decoder, begun: Callable[[int], Tensor], batch: int, length: 
     return torch.cat(found)
 
 
-def fit(name: str, model: nn.Module, preset: Preset | HeadPreset, loss_on: Callable[[], Tensor], seconds: float) -> None:
-    """Train a model for so many seconds; the number of steps follows from the first ones."""
+def fit(
+    name: str, model: nn.Module, preset: Preset | HeadPreset, loss_on: Callable[[], Tensor], seconds: float
+) -> None:
+    """Train a model for so many seconds; the number of steps follows from the time of the first ones."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizers = build_optimizers(model, preset)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    begun, step, steps, losses = time.monotonic(), 0, 10**9, list[Tensor]()
+    begun, step, steps, losses, warm = time.monotonic(), 0, 10**9, list[Tensor](), 0.0
     while step < steps and time.monotonic() - begun < 1.05 * seconds:
         loss = loss_on()
         model.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * rate_factor(step, steps)
             optimizer.step()
         losses.append(loss.detach())
         step += 1
-        if step in (10, 40):
-            losses[-1].item()
-            spent, since = time.monotonic() - begun, time.monotonic()
-            if step == 40:
-                steps = step + int((seconds - spent) * 30 / max(since - paused, 1e-3))
-            paused = since
+        if step in WARM:
+            losses[-1].item()  # waits for the GPU
+            spent = time.monotonic() - begun
+            if step == WARM[1]:
+                steps = step + int((seconds - spent) * (WARM[1] - WARM[0]) / max(spent - warm, 1e-3))
+            warm = spent
         if step % 500 == 0 or step == steps:
             mean = torch.stack(losses[-100:]).mean().item()
             print(f"  {name}: step {step} of {steps}, loss {mean:.3f}, {time.monotonic() - begun:.0f} s", flush=True)
@@ -221,9 +233,9 @@ def head(run: Run, name: str, folder: Path, target: Decoder, texts: Tensor) -> H
     preset = LARGE_HEADS[name]
     torch.manual_seed(preset.seed)
     config = config_of(preset, folder, target.config)
-    frequent = attrs.evolve(config, head=attrs.evolve(config.head, vocab=min(preset.vocab, target.config.vocab)))
+    reads = attrs.evolve(head_of(config), vocab=min(preset.vocab, target.config.vocab))
     counts = torch.bincount(texts[:, BEGUN:].flatten(), minlength=target.config.vocab).tolist()
-    made = untrained_head(frequent, target, counts).to(run.device)
+    made = untrained_head(attrs.evolve(config, head=reads), target, counts).to(run.device)
     some = batches(texts, run.windows, preset.seed)
     fit(name, made, preset, lambda: loss_of(made, target, next(some), preset.unrolled), run.seconds(SECONDS[name]))
     whole = Head(config)
@@ -235,7 +247,7 @@ def head(run: Run, name: str, folder: Path, target: Decoder, texts: Tensor) -> H
 def measured(made: Head, target: Decoder, texts: Tensor, begun: int, most: int = 4) -> float:
     """Tokens a step of greedy decode, of texts that the target chose from token `begun` on, with so many proposals."""
     with torch.no_grad():
-        found = [chosen(made, target, some, most)[:, begun:].float() for some in texts.split(8)]
+        found = [chosen(made, target, some, most)[:, begun:].float() for some in torch.split(texts, 8)]
     return 1 + torch.cat(found).mean().item()
 
 
@@ -269,9 +281,7 @@ def save(folder: Path, model: Decoder | Head) -> None:
 
 def greedy(target: Decoder, prompts: Tensor, length: int) -> Tensor:
     """What the target answers to each prompt [prompts, tokens], and the prompts."""
-    writer = Writer(target, len(prompts), length, prompts.device)
-    writer._heat.zero_()
-    return writer.write(prompts)
+    return Writer(target, len(prompts), length, prompts.device, (0.0,)).write(prompts)
 
 
 class Studio:

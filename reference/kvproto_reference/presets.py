@@ -83,8 +83,16 @@ LARGE = {
 }
 """Models that a GPU trains, on text that SmolLM2 writes: `distill.py`."""
 _SMOLLM2 = HeadPreset(
-    target="smollm2", taps=(1, 14, 28), heads=9, kv_heads=3, ffn=1536, vocab=8192, tied=True,
-    unrolled=3, rate=1e-3, matrix_rate=0.02
+    target="smollm2",
+    taps=(1, 14, 28),
+    heads=9,
+    kv_heads=3,
+    ffn=1536,
+    vocab=8192,
+    tied=True,
+    unrolled=3,
+    rate=1e-3,
+    matrix_rate=0.02,
 )
 _SMALL = HeadPreset(
     target="target-small", taps=(0, 2, 5), heads=8, kv_heads=4, ffn=384, vocab=96, rate=1e-3, matrix_rate=0.02

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -57,13 +58,24 @@ def config_of(preset: HeadPreset, folder: Path, target: ModelConfig) -> ModelCon
         vocab=target.vocab if mtp else preset.vocab,
         form=preset.form,
     )
-    sizes = {"kv_heads": preset.kv_heads, "head_dim": target.hidden // preset.heads}
-    if preset.kind == "mla":
-        sizes = {name: getattr(target, name) for name in ("latent", "rope_dim", "nope_dim", "v_dim")}
-    return ModelConfig(
-        kind=preset.kind, hidden=target.hidden, layers=1, heads=preset.heads, ffn=preset.ffn, vocab=target.vocab,
-        norm_eps=target.norm_eps, rope_theta=target.rope_theta, tied=mtp or preset.tied, head=reads, **sizes,
-    )  # fmt: skip
+    config = ModelConfig(
+        kind="gqa",
+        hidden=target.hidden,
+        layers=1,
+        heads=preset.heads,
+        kv_heads=preset.kv_heads,
+        head_dim=target.hidden // preset.heads,
+        ffn=preset.ffn,
+        vocab=target.vocab,
+        norm_eps=target.norm_eps,
+        rope_theta=target.rope_theta,
+        tied=mtp or preset.tied,
+        head=reads,
+    )
+    if preset.kind == "gqa":
+        return config
+    latent = {name: getattr(target, name) for name in ("latent", "rope_dim", "nope_dim", "v_dim")}
+    return attrs.evolve(config, kind="mla", kv_heads=0, head_dim=0, **latent)
 
 
 def untrained_head(config: ModelConfig, target: Decoder, counts: Sequence[int]) -> Head:

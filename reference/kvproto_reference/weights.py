@@ -37,7 +37,8 @@ class Weights:
     def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] | None = None) -> Tensor:
         """One slice, dim by dim, of the tensor `name`, which must have `shape`; all of it without `part`.
 
-        A tensor of 8 bits per element, as `in_bytes` makes it, is float32. Raises EngineError for a tensor that is missing or of another shape or type.
+        A tensor of 8 bits per element, as `in_bytes` makes it, is float32. Raises EngineError for a tensor that is
+        missing or of another shape or type.
         """
         path, piece = self._read(name, shape, part)
         if piece.dtype == torch.int8:

@@ -431,7 +431,8 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose target and draft; the demo has the same as its engines."""
     for role, alias, default in (("target", "--model", "mla"), ("draft", "--draft-model", "gqa")):
         others = ", eagle or mtp for a head of the target, or none" if role == "draft" else ""
-        text = f"{', '.join(SHIPPED[role])}, or a checkpoint folder, kvproto's or Hugging Face's{others} (default {default})"
+        names = f"{', '.join(SHIPPED[role])}, or a checkpoint folder, kvproto's or Hugging Face's{others}"
+        text = f"{names} (default {default})"
         parser.add_argument(f"--{role}", alias, dest=role, metavar="DIR", default=default, help=text)
     parser.add_argument(
         "--dtype",

@@ -18,7 +18,7 @@ from ..attention.torch_kernel import TorchKernel
 from ..cache import KVPool, Shard
 from ..cache.memory import Allocate
 from ..errors import EngineError
-from ..models import Head, FusedOps, Model, ModelConfig, Ops, Pipeline, TensorParallel, head_among, kv_head_of
+from ..models import FusedOps, Head, Model, ModelConfig, Ops, Pipeline, TensorParallel, head_among, kv_head_of
 from .captured import CapturedRunner
 from .context import ContextRunner
 from .description import DRAFT, TARGET, Layout, hand_over, shards

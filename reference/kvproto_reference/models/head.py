@@ -64,7 +64,7 @@ class Head(Stepping):
         for module in (self.attn, self.ffn):
             if isinstance(module, GqaAttention | SwiGLU):
                 module.join()
-        self._said = self._rows
+        self._said = self._rows.data
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """Features [..., hidden] of the target's hidden states [..., taps * width], of any float type."""
