@@ -96,7 +96,7 @@ models: $(VENV)/.test
 	@$(PY) -m tools.models $(ARGS)
 
 # What a draft's cache is worth after a hand-over: docs/acceptance.md.
-acceptance: $(VENV)/.demo
+acceptance: $(VENV)/.demo $(VENV)/smollm2/config.json
 	@$(PY) benchmarks/acceptance.py $(ARGS)
 
 bench: $(VENV)/.demo $(VENV)/.bench

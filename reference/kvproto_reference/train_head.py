@@ -1,4 +1,4 @@
-"""What a head is trained by; `python -m kvproto_reference.train --only head-mla` trains one of a shipped target.
+"""What a head is trained by; `python -m kvproto_reference.train --only eagle-mla` trains one of a shipped target.
 
 As in decode, the head goes on from what it made itself: row t of unroll u reads the output of row t - 1 of unroll
 u - 1, and sees rows made of the target's hidden states up to those that decode would have (arXiv 2503.01840, 3.2).
