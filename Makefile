@@ -26,10 +26,10 @@ $(VENV)/.%: pyproject.toml constraints.txt
 	@touch $@
 
 # Weights, only for the demo with --real; the download says how large they are.
-$(VENV)/smollm2: | $(VENV)/.demo $(VENV)/.real
-	@$(PY) -m kvproto_reference.smollm2 $@
+$(VENV)/smollm2/config.json: | $(VENV)/.demo $(VENV)/.real
+	@$(PY) -m kvproto_reference.smollm2 $(VENV)/smollm2
 
-demo: $(VENV)/.demo $(if $(findstring --real,$(ARGS)),$(VENV)/smollm2)
+demo: $(VENV)/.demo $(if $(findstring --real,$(ARGS)),$(VENV)/smollm2/config.json)
 	@$(PY) -m kvproto_reference.demo $(ARGS)
 
 demo-gpu: $(VENV)/.demo $(VENV)/.gpu
@@ -96,7 +96,7 @@ models: $(VENV)/.test
 	@$(PY) -m tools.models $(ARGS)
 
 # What a draft's cache is worth after a hand-over: docs/acceptance.md.
-acceptance: $(VENV)/.demo
+acceptance: $(VENV)/.demo $(VENV)/smollm2/config.json
 	@$(PY) benchmarks/acceptance.py $(ARGS)
 
 bench: $(VENV)/.demo $(VENV)/.bench
@@ -107,12 +107,12 @@ fuzz: $(VENV)/.test $(VENV)/.fuzz
 
 # vLLM and SGLang themselves, on the CPU, in a separate environment: compares their pools with `kvproto describe --engine`,
 # and has the engines hand prompts over to each other through integrations/.
-engines: $(VENV)/.demo $(VENV)/.jax $(VENV)/smollm2
+engines: $(VENV)/.demo $(VENV)/.jax $(VENV)/smollm2/config.json
 	@tools/engines/install.sh .engines
 	@$(PY) -m tools.engines
 
 # The demo with --real, and again with one bit flipped on the way.
-demo-real: $(VENV)/.demo $(VENV)/smollm2
+demo-real: $(VENV)/.demo $(VENV)/smollm2/config.json
 	@$(PY) -m tests.demo.real
 
 # Engines in separate processes, with faults of every kind (docs/chaos.md); about three minutes.

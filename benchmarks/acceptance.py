@@ -1,10 +1,11 @@
 """How many tokens a step of decode gives with the draft's cache handed over, computed again, and cold.
 
 `python benchmarks/acceptance.py [--out] [--quick]`, or `make acceptance`: a prefill and a decode engine of the demo, in
-processes of their own, greedily continue prompts of several lengths, of the text that the models were trained on and of
-one that they have never seen (the licence of this repository). Draft and target differ in architecture, and both engines
-in TP. Each request is compared with one undivided engine that begins alike: its tokens, and how many proposals of the
-draft it accepts.
+processes of their own, greedily continue prompts of several lengths. Small models of one architecture draft for another,
+on the text that they were trained on and on one that they have never seen (the licence of this repository), and the two
+engines differ in TP. Heads that were trained on what their own targets write (`distill.py`) draft for these on texts that
+they have not seen: a story, a page of documentation, a licence. Each request is compared with one undivided engine that
+begins alike: its tokens, and how many proposals of the draft it accepts.
 
     handed over   prefill computes the draft's rows, and they move with the target's
     computed      prefill has no draft: decode runs its own over the prompt (`--cold-draft compute`), which a head cannot
@@ -22,36 +23,43 @@ from typing import Any
 
 from harness import ROOT, arguments, facts, keep
 
+from kvproto_reference import smollm2
 from kvproto_reference.data import load_text
 
 PAIRS = [(target, draft) for target in ("mla", "gqa") for draft in ("gqa", "mla", "eagle")]
 """Architectures of target and draft; `eagle` is a head that reads the target's hidden states."""
+DISTILLED = [(target, draft) for target in ("small", "smollm2") for draft in ("eagle", "mtp")]
+"""Targets with heads that were trained on a GPU."""
 WAYS = {"handed over": (), "computed": ("--cold-draft", "compute"), "cold": ("--cold-draft", "zero")}
 TP = [(2, 1), (1, 2), (4, 2)]
 """TP ranks of prefill and of decode."""
 LENGTHS = (24, 96, 320)
-"""Tokens of a prompt, which are bytes here."""
+"""Tokens of a prompt; SmolLM2 has some four bytes in one."""
+BYTES_A_TOKEN = {"smollm2": 4}
 PROPOSED, NEW = 4, 48
 """Tokens that a draft proposes at a time, and that each request generates."""
 
 
-def texts() -> dict[str, str]:
-    """The text of training and another, without the blank lines that separate prompts."""
-    seen, other = load_text(), (ROOT / "LICENSE").read_text(encoding="ascii")
-    return {"trained on": _joined(seen), "never seen": _joined(other)}
+def texts(target: str) -> dict[str, str]:
+    """The texts that a target continues, without the blank lines that separate prompts."""
+    story, licence, page = load_text(), *(ROOT.joinpath(name).read_text() for name in ("LICENSE", "README.md"))
+    if target in ("mla", "gqa"):
+        return {"trained on": _joined(story), "never seen": _joined(licence)}
+    return {"story": _joined(story), "page": _joined(page), "licence": _joined(licence)}
 
 
 def _joined(text: str) -> str:
     return "\n".join(words for line in text.splitlines() if (words := line.strip()))
 
 
-def prompts(count: int) -> Iterator[tuple[str, int, str]]:
+def prompts(target: str, count: int) -> Iterator[tuple[str, int, str]]:
     """The text, length and words of each prompt: `count` of a kind, evenly spread over their text."""
-    for name, text in texts().items():
+    for name, text in texts(target).items():
         for length in LENGTHS:
+            size = length * BYTES_A_TOKEN.get(target, 1)
             for n in range(count):
-                start = n * (len(text) - length) // count
-                yield name, length, text[start : start + length].strip("\n")
+                start = n * (len(text) - size) // count
+                yield name, length, text[start : start + size].strip("\n")
 
 
 def counted(asked: list[tuple[str, int, str]], args: list[str]) -> dict[str, Any]:
@@ -82,21 +90,33 @@ def shown(found: dict[str, Any]) -> str:
     return "  ".join(f"{of['decoded'] / of['steps']:5.2f} {of['accepted'] / of['proposed']:4.0%}" for of in cells)
 
 
+def cases(quick: bool) -> Iterator[tuple[tuple[str, str], str, tuple[int, int]]]:
+    """Target and draft, way and TP of each demo."""
+    for pair in PAIRS[:1] if quick else (*PAIRS, *DISTILLED):
+        head = pair[1] in ("eagle", "mtp")
+        yield from (
+            (pair, way, TP[0]) for way in WAYS if not quick or way == "handed over" if way != "computed" or not head
+        )
+        if not quick and pair not in DISTILLED:
+            yield from ((pair, "handed over", tp) for tp in TP[1:])
+
+
 def main() -> int:
     parser = arguments(__doc__, "acceptance", quick="a prompt of each kind, one pair")
     args = parser.parse_args()
-    asked = list(prompts(1 if args.quick else 12))
-    heads = [f"{text}, {length}" for text in texts() for length in LENGTHS]
-    print(f"tokens a step and proposals accepted, greedy, {PROPOSED} proposed: {'; '.join(heads)}", flush=True)
-    cases = [(pair, way, TP[0]) for pair in PAIRS for way in WAYS if pair[1] != "eagle" or way != "computed"]
-    cases += [(pair, "handed over", tp) for pair in PAIRS for tp in TP[1:]]
-    rows = []
-    for (target, draft), way, (here, there) in cases[:1] if args.quick else cases:
-        of = ["--target", target, "--draft", draft, "--prefill-tp", str(here), "--decode-tp", str(there), *WAYS[way]]
+    print(f"tokens a step and proposals accepted, greedy, {PROPOSED} proposed", flush=True)
+    rows: list[dict[str, Any]] = []
+    for (target, draft), way, (here, there) in cases(args.quick):
+        asked = list(prompts(target, 1 if args.quick else 6 if target == "smollm2" else 12))
+        if not rows or rows[-1]["target"] != target:
+            print("; ".join(f"{text}, {length}" for text in texts(target) for length in LENGTHS), flush=True)
+        folder = str(smollm2.folder()) if target == "smollm2" else target
+        of = ["--target", folder, "--draft", draft, "--prefill-tp", str(here), "--decode-tp", str(there), *WAYS[way]]
         found = counted(asked, of)
-        rows.append({"target": target, "draft": draft, "way": way, "tp": [here, there], "found": found})
+        rows.append({"target": target, "draft": draft, "way": way, "tp": [here, there], "prompts": len(asked)})
+        rows[-1]["found"] = found
         print(f"{target} + {draft}, {way:11}, TP {here} to {there}: {shown(found)}", flush=True)
-    keep(args.out, facts("torch") | {"proposed": PROPOSED, "new": NEW, "prompts": len(asked), "rows": rows})
+    keep(args.out, facts("torch") | {"proposed": PROPOSED, "new": NEW, "rows": rows})
     return 0
 
 

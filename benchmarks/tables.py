@@ -267,7 +267,10 @@ def _link(shape: str) -> Callable[[float], float]:
 
 # docs/acceptance.md
 
-_ACCEPTANCE = " | " + " | ".join(f"{text}, {n}" for text in ("trained on", "never seen") for n in (24, 96, 320))
+_LENGTHS = (24, 96, 320)
+_ACCEPTANCE = " | " + " | ".join(f"{text}, {n}" for text in ("trained on", "never seen") for n in _LENGTHS)
+_UNSEEN = " | " + " | ".join(f"{text}, {n}" for text in ("story", "page", "licence") for n in _LENGTHS)
+_DISTILLED = {"small": "MLA, bytes", "smollm2": "SmolLM2"}
 
 
 def _accepted(row: dict[str, Any]) -> Iterator[str]:
@@ -280,19 +283,26 @@ def _accepted(row: dict[str, Any]) -> Iterator[str]:
 @table("acceptance", "ways", "target + draft | the draft's rows" + _ACCEPTANCE)
 def ways() -> Rows:
     for row in results("acceptance")["rows"]:
-        if row["tp"] == [2, 1]:
+        if row["tp"] == [2, 1] and row["target"] not in _DISTILLED:
             yield f"{row['target']} + {row['draft']}".upper(), row["way"], *_accepted(row)
 
 
 @table("acceptance", "sizes", "target + draft | TP" + _ACCEPTANCE)
 def sizes() -> Rows:
     for row in sorted(
-        results("acceptance")["rows"],
+        (row for row in results("acceptance")["rows"] if row["target"] not in _DISTILLED),
         key=lambda row: (row["target"] == "gqa", ("gqa", "mla", "eagle").index(row["draft"])),
     ):
         if row["way"] == "handed over":
             here, there = row["tp"]
             yield f"{row['target']} + {row['draft']}".upper(), f"{here} to {there}", *_accepted(row)
+
+
+@table("acceptance", "distilled", "target + head | the head's rows" + _UNSEEN)
+def distilled() -> Rows:
+    for row in results("acceptance")["rows"]:
+        if row["target"] in _DISTILLED:
+            yield f"{_DISTILLED[row['target']]} + {row['draft'].upper()}", row["way"], *_accepted(row)
 
 
 # docs/tiers.md

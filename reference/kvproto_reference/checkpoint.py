@@ -1,7 +1,7 @@
 """Checkpoint folders: our own (config.json, model.safetensors) and Hugging Face's, which have a `model_type`."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import attrs
@@ -10,25 +10,31 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from .errors import EngineError
-from .models import SOLO, Decoder, EagleHead, ModelConfig, TensorParallel, cut, eagle_among
+from .models import SOLO, Decoder, Head, ModelConfig, TensorParallel, cut, head_among
 from .models.config import json_object
 from .models.hf import eos_ids, ignored, source, translate
-from .tokenizer import BYTES, Tokenizer
+from .tokenizer import BYTES, Tokenizer, check_agreement
 from .weights import WEIGHTS_FILE, Weights, identity
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
+EMBED = "embed"
 
 
-def save(folder: Path, model: Decoder | EagleHead) -> None:
-    """Write a full (TP 1) model to a folder, which is created if missing; raises EngineError for a part of a model."""
+def save(folder: Path, model: Decoder | Head) -> None:
+    """Write a full (TP 1) model to a folder, which is created if missing; raises EngineError for a part of a model.
+
+    A head is written without its embedding, which is the target's.
+    """
     if model.tp.size != 1:
         raise EngineError("only a full (TP 1) model can be saved")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(model.config.to_json())
     weights = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
+    if isinstance(model, Head):  # its target has it
+        del weights[EMBED]
     # Not save_file, whose files only the owner may read, so that an installed package could not use them.
     (folder / WEIGHTS_FILE).write_bytes(to_bytes(weights))
 
@@ -58,13 +64,25 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return HfTokenizer(_require(folder, TOKENIZER_FILE), eos, load_config(folder).vocab)
 
 
+def shared_tokenizer(target: Path, *drafts: Path) -> Tokenizer:
+    """The target's tokenizer; raises EngineError where a draft has another vocabulary, naming both.
+
+    A head has its target's.
+    """
+    tokenizer = load_tokenizer(target)
+    for draft in drafts:
+        if load_config(draft).head is None:
+            check_agreement(tokenizer, load_tokenizer(draft))
+    return tokenizer
+
+
 def load(
     folder: Path, tp: TensorParallel = SOLO, *, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> Decoder:
     """This TP rank's part of the model in a checkpoint folder, ready for inference; raises EngineError for a head."""
     config = load_config(folder, dtype)
-    if config.eagle is not None:
-        raise EngineError(f"{folder} is an EAGLE-3 head, which runs beside its target: give it as the draft")
+    if config.head is not None:
+        raise EngineError(f"{folder} is a head, which runs beside its target: give it as the draft")
     with torch.device("meta"):
         model = Decoder(config, tp)
     model.load_state_dict(state(folder, tp, dtype=dtype, device=device), assign=True)
@@ -73,23 +91,37 @@ def load(
 
 
 def load_head(
-    folder: Path, tp: TensorParallel = SOLO, *, dtype: str = "float32", device: torch.device | str = "cpu"
-) -> EagleHead:
-    """The same of an EAGLE-3 head; raises EngineError for another model, and for a `d2t` that does not fit."""
+    folder: Path, target: Path, tp: TensorParallel = SOLO, *, dtype: str = "float32", device: torch.device | str = "cpu"
+) -> Head:
+    """The same of a head, with the embedding of the target in a folder.
+
+    Raises EngineError for another model, and for a `d2t` that does not fit.
+    """
     config = load_config(folder, dtype)
     with torch.device("meta"):
-        head = EagleHead(config, tp)
-    head.load_state_dict(state(folder, tp, dtype=dtype, device=device), assign=True)
+        head = Head(config, tp)
+    weights = state(folder, tp, dtype=dtype, device=device)
+    weights |= state(target, dtype=dtype, device=device, only=(EMBED,))
+    head.load_state_dict(weights, assign=True)
     head.to(device).eval().requires_grad_(False).join()
     head.check_tokens()
     return head
 
 
+def load_either(
+    folder: Path, target: Path, tp: TensorParallel = SOLO, *, dtype: str = "float32", device: torch.device | str = "cpu"
+) -> Decoder | Head:
+    """What a checkpoint folder holds: a model, or a head of the target in another folder."""
+    if load_config(folder).head is None:
+        return load(folder, tp, dtype=dtype, device=device)
+    return load_head(folder, target, tp, dtype=dtype, device=device)
+
+
 def check_head(folders: Sequence[Path], configs: Sequence[ModelConfig]) -> None:
-    """Raise EngineError where the draft, if there is one, is an EAGLE-3 head of another target than the first."""
-    if configs[0].eagle is not None:
-        raise EngineError(f"{folders[0]} is an EAGLE-3 head, which runs beside its target: give it as the draft")
-    head = eagle_among(configs)
+    """Raise EngineError where the draft, if there is one, is a head of another target than the first."""
+    if configs[0].head is not None:
+        raise EngineError(f"{folders[0]} is a head, which runs beside its target: give it as the draft")
+    head = head_among(configs)
     if head is None:
         return
     mine, target = f"the head {folders[1]}", configs[0]
@@ -109,19 +141,29 @@ def check_head(folders: Sequence[Path], configs: Sequence[ModelConfig]) -> None:
 
 
 def state(
-    folder: Path, tp: TensorParallel = SOLO, *, dtype: str = "float32", device: torch.device | str = "cpu"
+    folder: Path,
+    tp: TensorParallel = SOLO,
+    *,
+    dtype: str = "float32",
+    device: torch.device | str = "cpu",
+    only: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """This TP rank's slice of each weight in a checkpoint folder, by our names; nothing else of the weights is read."""
+    """This TP rank's slice of each weight in a checkpoint folder, by our names; nothing else of the weights is read.
+
+    A head has no embedding of its own. `only` are the names that are wanted, all by default.
+    """
     config, hf = load_config(folder, dtype), is_hf(folder)
     weights = Weights(folder)
     with torch.device("meta"):
-        kind = Decoder if config.eagle is None else EagleHead
+        kind = Decoder if config.head is None else Head
         full, mine = kind(config).state_dict(), kind(config, tp).state_dict()
     read = _read_hf if hf else _read
     if hf:
         _check_names(weights, config, set(full))
     found = {}
     for name in mine:
+        if (only and name not in only) or (config.head is not None and name == EMBED):
+            continue
         if not full[name].is_floating_point():
             found[name] = weights.read_whole(name, tuple(full[name].shape)).to(device)
             continue
@@ -138,6 +180,21 @@ def fingerprint(folder: Path) -> str:
     if is_hf(folder):
         return identity(folder, config)
     return hashlib.sha256(config + _require(folder, WEIGHTS_FILE).read_bytes()).hexdigest()[:16]
+
+
+def shipped_head(form: str, target: Path) -> Path:
+    """The folder of the shipped head of a form that was trained for a target; raises EngineError if there is none."""
+    own, others = fingerprint(target), list[str]()
+    for folder in sorted(CHECKPOINTS.iterdir()):
+        reads = load_config(folder).head
+        if reads is not None and reads.form == form:
+            if reads.target == own:
+                return folder
+            others.append(folder.name)
+    raise EngineError(
+        f"no {form} head of target {target} is shipped, only {', '.join(others)}: choose another draft, or give the"
+        " folder of a head"
+    )
 
 
 def _read(weights: Weights, config: ModelConfig, tp: TensorParallel, name: str, shape: tuple[int, ...]) -> Tensor:

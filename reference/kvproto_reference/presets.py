@@ -1,8 +1,9 @@
-"""Sizes and training lengths of the shipped checkpoints: targets, drafts, and EAGLE-3 heads of the targets."""
+"""Sizes and training lengths of the shipped checkpoints: targets, drafts, and heads of the targets."""
 
 import attrs
 
 from .models import ModelConfig
+from .models.config import Kind
 
 
 @attrs.frozen(kw_only=True)
@@ -45,16 +46,20 @@ PRESETS: dict[str, Preset] = {
 
 @attrs.frozen(kw_only=True)
 class HeadPreset:
-    """One EAGLE-3 head to train; its hidden size is the target's, and a step sees about 1400 tokens."""
+    """One head to train; its hidden size is the target's, and a step sees about 1400 tokens of the shipped text."""
 
     target: str
-    """A name of PRESETS."""
+    """A name of PRESETS or LARGE, or `smollm2`."""
+    form: str = "eagle3"
+    kind: Kind = "gqa"
     taps: tuple[int, ...] = (0, 1, 3)
     heads: int = 4
     kv_heads: int = 2
     ffn: int = 160
     vocab: int = 56
-    """Tokens that it can propose: the most frequent ones of the text."""
+    """Tokens that an EAGLE-3 head can propose: the most frequent ones of the text."""
+    tied: bool = False
+    """Whether it says tokens by its target's embedding, as an MTP layer does."""
     unrolled: int = 4
     """Tokens that it proposes one after another while it is trained, each from what it made of the one before."""
     steps: int = 1400
@@ -63,4 +68,39 @@ class HeadPreset:
     seed: int = 5
 
 
-HEADS = {"head-mla": HeadPreset(target="target-mla"), "head-gqa": HeadPreset(target="target-gqa", seed=6)}
+HEADS = {"eagle-mla": HeadPreset(target="target-mla"), "eagle-gqa": HeadPreset(target="target-gqa", seed=6)}
+
+LARGE = {
+    "target-small": Preset(
+        config=ModelConfig(
+            kind="mla", hidden=192, layers=6, heads=8, latent=64, rope_dim=16, nope_dim=32, v_dim=32, ffn=512
+        ),
+        steps=0,
+        rate=2e-3,
+        matrix_rate=0.02,
+        seed=11,
+    )
+}
+"""Models that a GPU trains, on text that SmolLM2 writes: `distill.py`."""
+_SMOLLM2 = HeadPreset(
+    target="smollm2",
+    taps=(1, 14, 28),
+    heads=9,
+    kv_heads=3,
+    ffn=1536,
+    vocab=8192,
+    tied=True,
+    unrolled=3,
+    rate=1e-3,
+    matrix_rate=0.02,
+)
+_SMALL = HeadPreset(
+    target="target-small", taps=(0, 2, 5), heads=8, kv_heads=4, ffn=384, vocab=96, rate=1e-3, matrix_rate=0.02
+)
+LARGE_HEADS = {
+    "eagle-smollm2": _SMOLLM2,
+    "mtp-smollm2": attrs.evolve(_SMOLLM2, form="mtp", ffn=1024),
+    "eagle-small": _SMALL,
+    "mtp-small": attrs.evolve(_SMALL, form="mtp", kind="mla"),
+}
+"""Heads that a GPU trains, on what their own targets write."""

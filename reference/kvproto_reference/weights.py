@@ -12,6 +12,7 @@ from .errors import EngineError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SCALES = ".scales"
 SAMPLES, SAMPLE = 64, 4096
 """Blocks of a file, and bytes of each, that `identity` reads."""
 
@@ -36,9 +37,14 @@ class Weights:
     def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] | None = None) -> Tensor:
         """One slice, dim by dim, of the tensor `name`, which must have `shape`; all of it without `part`.
 
-        Raises EngineError for a tensor that is missing or of another shape or type.
+        A tensor of 8 bits per element, as `in_bytes` makes it, is float32. Raises EngineError for a tensor that is
+        missing or of another shape or type.
         """
         path, piece = self._read(name, shape, part)
+        if piece.dtype == torch.int8:
+            rows = (*shape[:-1], 1)
+            _, scales = self._read(name + SCALES, rows, None if part is None else (*part[:-1], slice(1)))
+            return piece * scales
         if not piece.is_floating_point() or piece.element_size() < 2:
             raise EngineError(f"checkpoint weights {path}: {name} is {piece.dtype}, which is not supported")
         return piece
@@ -59,6 +65,12 @@ class Weights:
             has = list(found.get_shape())
             raise EngineError(f"checkpoint weights {path} do not fit config.json: {name} is {has}, not {list(shape)}")
         return path, found[part or ...]
+
+
+def in_bytes(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A tensor [..., rows, elements] of 8 bits per element, and a float32 scale of each row."""
+    scales = tensor.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return {name: (tensor / scales).round().to(torch.int8), name + SCALES: scales}
 
 
 def weight_files(folder: Path) -> list[Path]:

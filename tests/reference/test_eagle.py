@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: what they read of a target, their rows, their proposals, and heads that do not fit."""
+"""EAGLE-3 heads and MTP layers: what they read of a target, their rows, their proposals, and heads that do not fit."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from kvproto_reference.engine.speculative import SpeculativeDecoder, verify
 from kvproto_reference.engine.tiered_engine import TieredEngine
 from kvproto_reference.engine.undivided import Undivided
 from kvproto_reference.errors import EngineError
-from kvproto_reference.models import Decoder, Dense, EagleConfig, EagleHead, Taps
+from kvproto_reference.models import Decoder, Dense, Head, HeadConfig, Taps
 from kvproto_reference.presets import HEADS
 from kvproto_reference.train import train
 from kvproto_reference.train_head import Unrolled, loss_of
@@ -36,9 +36,11 @@ from .engines import close
 
 PROMPT = b"So she was considering in her own mind"
 PAGE, PAGES = 8, 16
+SHIPPED = checkpoint.CHECKPOINTS / "target-gqa"
 TAPS = (0, 1)
 SAYS = 90
 """Tokens that the untrained heads can propose, from 20 on."""
+FORMS = {"eagle3": {}, "mtp": {"form": "mtp", "taps": (1,), "vocab": 257}}
 Fixed = Callable[..., Path]
 
 
@@ -47,10 +49,14 @@ def head(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """Saves an untrained head of an untrained target, of a kind of attention, with changes to what it says of itself."""
 
     def build(target: str, kind: str = "gqa", shift: int = 20, **changes: object) -> Path:
-        reads = EagleConfig(target=checkpoint.fingerprint(folders[target]), width=32, taps=TAPS, vocab=SAYS)
+        reads = HeadConfig(target=checkpoint.fingerprint(folders[target]), width=32, taps=TAPS, vocab=SAYS)
         torch.manual_seed(7)
-        made = EagleHead(attrs.evolve(CONFIGS[kind], layers=1, eagle=attrs.evolve(reads, **changes)))
-        made.d2t.fill_(shift)
+        made = Head(
+            attrs.evolve(
+                CONFIGS[kind], layers=1, tied=changes.get("form") == "mtp", head=attrs.evolve(reads, **changes)
+            )
+        )
+        made.d2t.fill_(0 if made.whole else shift)
         folder = tmp_path_factory.mktemp("head")
         checkpoint.save(folder, made)
         return folder
@@ -68,11 +74,11 @@ class Engine:
 
     @classmethod
     def of(cls, target: Path, head: Path) -> "Engine":
-        models, pools, runners = (checkpoint.load(target), checkpoint.load_head(head)), [], []
+        models, pools, runners = (checkpoint.load(target), checkpoint.load_head(head, target)), [], []
         for number, model in enumerate(models):
             (group,) = lay_out([cache(number, model.config, Layout(), PAGE)]).groups
             pools.append(KVPool.allocate(model.config, PAGES, PAGE))
-            taps = () if number else models[1].config.eagle.taps
+            taps = () if number else models[1].config.head.taps
             runners.append(torch_runner(model, pools[-1], Shard(group, 0), taps=taps))
         return cls(*runners, pools)
 
@@ -119,10 +125,12 @@ def test_hidden_states_of_a_step(folders: dict[str, Path], head: Fixed, kind: st
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("chunk", [5, 64])
+@pytest.mark.parametrize("form", FORMS)
 def test_rows_are_of_the_targets_states(
-    folders: dict[str, Path], head: Fixed, kind: str, temperature: float, chunk: int
+    folders: dict[str, Path], head: Fixed, kind: str, temperature: float, chunk: int, form: str
 ) -> None:
-    folder = head("target-mla", kind)
+    folder = head("target-mla", kind, **FORMS[form])
+    taps = FORMS[form].get("taps", TAPS)
     engine = Engine.of(folders["target-mla"], folder)
     sequence = engine.started(SamplingParams(temperature=temperature, seed=5, ignore_eos=True), chunk)
     assert sequence.shared == sequence.valid - 1  # prefill has filled the last row too, and decode fills it again
@@ -131,7 +139,7 @@ def test_rows_are_of_the_targets_states(
     while True:
         ids = [*PROMPT, *sequence.generated]
         fresh = Engine.of(folders["target-mla"], folder)
-        _, hidden = whole(model, ids)
+        _, hidden = whole(model, ids, taps)
         fresh.draft.run([Chunk(ids[1 : filled + 1], 0, sequence.tables[1], hidden=hidden[:filled])])
         for held, wanted in zip(*(e.rows(sequence.tables[1], filled) for e in (engine, fresh)), strict=True):
             close(held, wanted, 1e-4)
@@ -147,9 +155,12 @@ def test_rows_are_of_the_targets_states(
 @pytest.mark.parametrize("target", ["target-gqa", "target-mla"])
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 @pytest.mark.parametrize("max_new", [1, 2, 5, 30])
-def test_a_head_changes_no_token(folders: dict[str, Path], head: Fixed, target: str, kind: str, max_new: int) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_head_changes_no_token(
+    folders: dict[str, Path], head: Fixed, target: str, kind: str, max_new: int, form: str
+) -> None:
     plain = Undivided(folders[target], page_size=8, pages=16)
-    drafted = Undivided(folders[target], head(target, kind), page_size=8, pages=16, chunk=7, k=3)
+    drafted = Undivided(folders[target], head(target, kind, **FORMS[form]), page_size=8, pages=16, chunk=7, k=3)
     for sampling in (
         SamplingParams(),
         SamplingParams(repetition=1.3, frequency=0.5),
@@ -158,9 +169,9 @@ def test_a_head_changes_no_token(folders: dict[str, Path], head: Fixed, target: 
         assert drafted.generate(PROMPT, sampling, max_new).tokens == plain.generate(PROMPT, sampling, max_new).tokens
 
 
-@pytest.mark.parametrize("kind", ["mla", "gqa"])
-def test_shipped_heads(kind: str) -> None:
-    target, head = (checkpoint.CHECKPOINTS / f"{role}-{kind}" for role in ("target", "head"))
+@pytest.mark.parametrize("name", ["eagle-mla", "eagle-gqa", "eagle-small", "mtp-small"])
+def test_shipped_heads(name: str) -> None:
+    target, head = checkpoint.CHECKPOINTS / f"target-{name.split('-')[1]}", checkpoint.CHECKPOINTS / name
     engines = [Undivided(target, draft, pages=64) for draft in (head, None)]
     prompts = [(list(part.encode()[:100]), SamplingParams()) for part in paragraphs(load_text())[2:6]]
     drafted, plain = (engine.generate_all(prompts, 40) for engine in engines)
@@ -180,8 +191,8 @@ def test_shipped_heads(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["mla", "gqa"])
 def test_proposals_are_those_of_training(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every step, after hidden states that prefill gave and after those of a verification."""
-    folders = [checkpoint.CHECKPOINTS / f"{role}-{kind}" for role in ("target", "head")]
-    engine, made, model = Engine.of(*folders), checkpoint.load_head(folders[1]), checkpoint.load(folders[0])
+    folders = [checkpoint.CHECKPOINTS / f"{role}-{kind}" for role in ("target", "eagle")]
+    engine, made, model = Engine.of(*folders), checkpoint.load_head(folders[1], folders[0]), checkpoint.load(folders[0])
     sequence, runs, real = engine.started(SamplingParams()), list[Sequence[int]](), engine.target.run
     decoder = SpeculativeDecoder(engine.target, engine.draft, k=4)
 
@@ -192,7 +203,7 @@ def test_proposals_are_those_of_training(kind: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(engine.target, "run", run)
     while not sequence.finished:
         ids = [*PROMPT, *sequence.generated]
-        _, hidden = whole(model, ids[:-1], made.config.eagle.taps)
+        _, hidden = whole(model, ids[:-1], made.config.head.taps)
         tokens, features, attention, right = torch.tensor(ids[1:]), made.fuse(hidden), Unrolled(made.config), []
         decoder.step([sequence])
         for u in range(len(runs[-1])):
@@ -215,10 +226,11 @@ def test_sampling_keeps_the_distribution_of_tokens_that_a_head_cannot_say() -> N
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
-def test_training_sees_what_decode_will(folders: dict[str, Path], head: Fixed, kind: str) -> None:
-    folder, ids, unrolled = head("target-gqa", kind), [*PROMPT], 3
-    made, model = checkpoint.load_head(folder), checkpoint.load(folders["target-gqa"])
-    _, hidden = whole(model, ids)
+@pytest.mark.parametrize("form", FORMS)
+def test_training_sees_what_decode_will(folders: dict[str, Path], head: Fixed, kind: str, form: str) -> None:
+    folder, ids, unrolled = head("target-gqa", kind, **FORMS[form]), [*PROMPT], 3
+    made, model = checkpoint.load_head(folder, folders["target-gqa"]), checkpoint.load(folders["target-gqa"])
+    _, hidden = whole(model, ids, FORMS[form].get("taps", TAPS))
     count, attention, trained = len(ids) - unrolled, Unrolled(made.config), []
     features = made.fuse(hidden[:count])
     for u in range(unrolled):
@@ -229,23 +241,24 @@ def test_training_sees_what_decode_will(folders: dict[str, Path], head: Fixed, k
         draft = Engine.of(folders["target-gqa"], folder).draft
         got = draft.run([Chunk(ids[1 : place + 2], 0, range(8), hidden=hidden[: place + 1])])
         for u in range(unrolled):
-            close(torch.from_numpy(got.row(0))[20 : 20 + SAYS].float(), trained[u][place], 1e-4)
+            close(torch.from_numpy(got.row(0))[made.tokens].float(), trained[u][place], 1e-4)
             if u + 1 < unrolled:
                 got = draft.run([Chunk([ids[place + u + 2]], place + u + 1, range(8), made=got.hidden)])
 
 
 def test_training_is_repeatable(tmp_path: Path) -> None:
-    preset = attrs.evolve(HEADS["head-gqa"], steps=2)
-    assert train("head-gqa", preset, tmp_path / "one") == train("head-gqa", preset, tmp_path / "two")
-    one, two = (checkpoint.load_head(tmp_path / name).state_dict() for name in ("one", "two"))
+    preset = attrs.evolve(HEADS["eagle-gqa"], steps=2)
+    assert train("eagle-gqa", preset, tmp_path / "one") == train("eagle-gqa", preset, tmp_path / "two")
+    one, two = (checkpoint.load_head(tmp_path / name, SHIPPED).state_dict() for name in ("one", "two"))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_the_shipped_heads_have_learnt() -> None:
     for name, preset in HEADS.items():
-        target = checkpoint.load(checkpoint.CHECKPOINTS / preset.target)
+        folder = checkpoint.CHECKPOINTS / preset.target
+        target = checkpoint.load(folder)
         ids = torch.tensor([[*paragraphs(load_text())[3].encode()[:120]]])
-        assert float(loss_of(checkpoint.load_head(checkpoint.CHECKPOINTS / name), target, ids, 4)) < 2.0
+        assert float(loss_of(checkpoint.load_head(checkpoint.CHECKPOINTS / name, folder), target, ids, 4)) < 2.0
 
 
 def test_a_prefix_is_found_for_the_same_next_token() -> None:
@@ -270,7 +283,7 @@ def test_a_prefix_is_found_for_the_same_next_token() -> None:
 
 def test_a_kept_page_is_found_for_the_same_next_token() -> None:
     """KVP-TIER-AHEAD: the last row of a page was computed with the token after it."""
-    folders = [checkpoint.CHECKPOINTS / f"{role}-mla" for role in ("target", "head")]
+    folders = [checkpoint.CHECKPOINTS / f"{role}-mla" for role in ("target", "eagle")]
     engine = TieredEngine(*folders, pages=32, host=8, page_size=8)
     pages = [*paragraphs(load_text())[2].encode()[:32]]
     try:
@@ -310,13 +323,13 @@ def test_heads_that_do_not_fit(folders: dict[str, Path], head: Fixed) -> None:
     ):
         folder = head("target-gqa")
         said = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(said | {"eagle": said["eagle"] | fields}))
+        (folder / "config.json").write_text(json.dumps(said | {"head": said["head"] | fields}))
         with pytest.raises(EngineError, match=says):
             Undivided(target, folder)
 
 
 def test_a_map_that_names_a_token_twice(folders: dict[str, Path], head: Fixed, tmp_path: Path) -> None:
-    made = checkpoint.load_head(head("target-gqa"))
+    made = checkpoint.load_head(head("target-gqa"), folders["target-gqa"])
     made.d2t[3] -= 1
     checkpoint.save(tmp_path, made)
     with pytest.raises(EngineError, match=f"maps {SAYS} tokens to {SAYS - 1} of the target's"):
@@ -329,13 +342,14 @@ def test_a_map_that_names_a_token_twice(folders: dict[str, Path], head: Fixed, t
         ("decode", "--cold-draft compute", "choose --cold-draft zero"),
         ("decode", "--framework jax", "--framework torch"),
         ("prefill", "--cp 2 --draft-sharded", "leave --draft-sharded out"),
-        ("prefill", "--target gqa-of-mine", "not of gqa-of-mine: give the folder of its head"),
+        ("prefill", "--target gqa-of-mine", "gqa-of-mine does not exist"),
+        ("prefill", "--target {draft}", "no eagle3 head of target .* is shipped, only .*: choose another draft"),
         ("prefill", "--draft {draft} --target gqa", "was trained for the target"),
     ],
 )
 def test_options_that_a_head_does_not_have(role: str, args: str, says: str, tmp_path: Path) -> None:
     pytest.importorskip("jax") if "jax" in args else None
-    given = args.format(draft=checkpoint.CHECKPOINTS / "head-mla").split()
+    given = args.format(draft=checkpoint.CHECKPOINTS / "eagle-mla").split()
     with pytest.raises(EngineError, match=says):
         parse(role, ["--dir", str(tmp_path / "d"), "--draft", "eagle", *given]).check(role)
 

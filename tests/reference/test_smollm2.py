@@ -61,15 +61,14 @@ def write_gguf(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with tiny.gguf, and what is made of it: target, and draft of 2 layers."""
+    """A folder with tiny.gguf, and the target that is made of it."""
     folder = tmp_path_factory.mktemp("gguf")
     write_gguf(folder / "tiny.gguf")
-    smollm2.convert(folder / "tiny.gguf", folder, draft_layers=2)
+    smollm2.convert(folder / "tiny.gguf", folder / "target")
     return folder
 
 
-@pytest.mark.parametrize(("name", "layers"), [("target", LAYERS), ("draft", 2)])
-def test_a_gguf_file_is_the_model_that_transformers_reads_of_it(made: Path, name: str, layers: int) -> None:
+def test_a_gguf_file_is_the_model_that_transformers_reads_of_it(made: Path) -> None:
     import transformers
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -80,8 +79,7 @@ def test_a_gguf_file_is_the_model_that_transformers_reads_of_it(made: Path, name
     left = theirs.load_state_dict(tensors, strict=False)
     assert (left.missing_keys, left.unexpected_keys) == (["lm_head.weight"], [])
     theirs.tie_weights()
-    theirs.model.layers = theirs.model.layers[:layers]
-    model = checkpoint.load(made / name)
+    model = checkpoint.load(made / "target")
     tokens, positions = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6]), torch.arange(8)
     with torch.no_grad():
         wanted = theirs(tokens[None], use_cache=False).logits[0]
@@ -123,14 +121,14 @@ def test_templates_that_do_not_serve(tmp_path: Path, template: str | None, says:
 
 def test_weights_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"not in .*: `python -m kvproto_reference.smollm2` fetches it \(93 MB"):
-        smollm2.folders(tmp_path)
+        smollm2.folder(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         (["--attach", "/tmp"], "--real starts engines of its own: leave --attach out"),
-        (["--model", "mla"], "--real brings a model and a draft of its own: leave --model and --draft-model out"),
+        (["--model", "mla"], "--real brings a model of its own: leave --model out"),
         (["--json", "--picture", "x.svg"], "leave --json out"),
         (["--decode-page-size", "0"], "--decode-page-size, .* must be at least 1"),
     ],

@@ -1,6 +1,6 @@
 """A real model across engines, as a page to read: `ENGINE/python -m tools.engines.real_pd MODEL [--picture FILE]`.
 
-MODEL is the folder that `make .venv/smollm2` writes. vLLM and SGLang each read chats for the other, and each answer is
+MODEL is the folder that `make .venv/smollm2/config.json` writes. vLLM and SGLang each read chats for the other, and each answer is
 compared with what the engine that wrote it says alone.
 """
 
@@ -229,7 +229,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--picture", type=Path, help="write what is printed as a picture, SVG")
     args = parser.parse_args(argv)
-    model = smollm2.folders(args.model)[0]
+    model = smollm2.folder(args.model)
     tokenizer, begun = checkpoint.load_tokenizer(model), time.monotonic()
     chats = default_chats(tokenizer, ChatTemplate(model))[:CHATS]
     console = Console(highlight=False, record=bool(args.picture), width=100)

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from kvproto.errors import KvprotoError
 
-from .. import smollm2
+from .. import checkpoint, smollm2
 from ..cache.memory import device_of
 from ..chat import ChatTemplate
 from ..engine.sequence import SpeculationStats, rows_needed
@@ -29,7 +29,7 @@ from . import tiers
 from .arguments import DemoOptions, check, parse
 from .clock import Clock
 from .engines import Engines
-from .options import checkpoint_folder, draft_folder, numbers, shared_tokenizer
+from .options import checkpoint_folder, draft_folder, numbers
 from .page import picture, show_page
 from .prompts import Prompt, default_chats, default_prompts, read_prompts
 from .report import Compared, Notes, as_json, show, verdict
@@ -42,13 +42,13 @@ def run(options: DemoOptions, console: Console) -> int:
     """Run the whole demo; returns the exit status."""
     check(options)
     if options.real:
-        smollm2.folders()
+        smollm2.folder()
     torch.set_num_threads(1)
     if options.tiers:
         shown = None if options.json else console
         sizes = options.page_size, options.max_new, options.chunk, options.speculate
         return tiers.run(_checkpoints(options), *sizes, shown, options)
-    tokenizer = shared_tokenizer(*_checkpoints(options))
+    tokenizer = checkpoint.shared_tokenizer(*_checkpoints(options))
     prompts = _sampled(_prompts(options, tokenizer), options)
     notes = Notes(None if options.json else console)
     clock = Clock(None if options.json else console)

@@ -198,13 +198,13 @@ def _sampling(text: str) -> SamplingParams:
 
 
 REAL = {
-    "target": str(smollm2.FOLDER / "target"),
-    "draft": str(smollm2.FOLDER / "draft"),
+    "target": str(smollm2.FOLDER),
+    "draft": "eagle",
     "chat": True,
     "overview": True,
     "decode_page_size": 32,
     "chunk": 256,
-    "speculate": 1,
+    "speculate": 3,
     "max_new": 48,
 }
 """Defaults that --real changes."""
@@ -223,8 +223,7 @@ def check(options: DemoOptions) -> None:
          "--kill, --drain, --sleep and --pause are for engines that the demo starts: leave --attach out"),
         (options.real and options.attach is not None,
          "--real starts engines of its own: leave --attach out, or --real, and say by --model which models yours have"),
-        (options.real and (options.target, options.draft) != (REAL["target"], REAL["draft"]),
-         "--real brings a model and a draft of its own: leave --model and --draft-model out"),
+        (options.real and options.target != REAL["target"], "--real brings a model of its own: leave --model out"),
         (options.overview and options.attach is not None,
          "--overview tells of engines that the demo starts: leave --attach out"),
         (options.tiers and (options.attach is not None or options.trouble),

@@ -361,7 +361,7 @@ class DecodeProcess(EngineProcess):
         self._running[job.sequence] = job
 
     def _hidden(self, said: str | None) -> Tensor | None:
-        """What an EAGLE-3 head goes on from, as prefill handed it over in hex, or zeros for one that starts cold."""
+        """What a head goes on from, as prefill handed it over in hex, or zeros for one that starts cold."""
         if not hidden_of(self.options.configs):
             return None
         data = bytes.fromhex(said) if said else bytes(hidden_type(self.options.configs)[1])

@@ -15,11 +15,11 @@ from kvproto.options import Spread
 from ..attention.exchange import OVER_ANY
 from ..attention.flashinfer_kernel import KERNELS
 from ..cache.memory import Allocate, of_jax, shareable
-from ..checkpoint import CHECKPOINTS, check_head, load_config, load_tokenizer
+from ..checkpoint import CHECKPOINTS, check_head, load_config, shared_tokenizer, shipped_head
 from ..engine.description import Layout, hidden_of
 from ..errors import EngineError
 from ..models import ModelConfig
-from ..tokenizer import Tokenizer, check_agreement
+from ..tokenizer import Tokenizer
 
 POOLS = {"own": shareable, "jax": of_jax}
 """Allocators of the pools, by name."""
@@ -30,7 +30,9 @@ FRAMEWORKS = ("torch", "jax")
 TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other installed transport (default shm)"
 
 
-SHIPPED = ("mla", "gqa")
+SHIPPED = {"target": ("mla", "gqa", "small"), "draft": ("mla", "gqa")}
+HEADS = {"eagle": "eagle3", "mtp": "mtp"}
+"""Names of drafts that are heads of their target, and the form of these."""
 """Names of the targets that are shipped, and of the drafts."""
 COLD = ("compute", "zero")
 """Ways to begin a draft that prefill lacks."""
@@ -139,13 +141,13 @@ class EngineOptions:
             return
         for wrong, says in (
             (self.framework == "jax",
-             "the JAX engine runs no EAGLE-3 head: choose --framework torch, or another draft"),
-            (self.captured, "CUDA graphs keep no hidden states, which an EAGLE-3 head reads: leave --captured out"),
+             "the JAX engine runs no head: choose --framework torch, or another draft"),
+            (self.captured, "CUDA graphs keep no hidden states, which a head reads: leave --captured out"),
             (self.layout.draft_sharded and self.layout.cp > 1,
-             "an EAGLE-3 head is not dealt over ranks of prefill: leave --draft-sharded out"),
+             "a head is not dealt over ranks of prefill: leave --draft-sharded out"),
             (self.cold_draft == "compute" and role == "decode",
              "--cold-draft compute needs the target's hidden states of the whole prompt, which a prefill without the"
-             " EAGLE-3 head does not hand over: choose --cold-draft zero"),
+             " head does not hand over: choose --cold-draft zero"),
         ):  # fmt: skip
             if wrong:
                 raise EngineError(says)
@@ -428,8 +430,9 @@ def add_dcp(parser: argparse.ArgumentParser) -> None:
 def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose target and draft; the demo has the same as its engines."""
     for role, alias, default in (("target", "--model", "mla"), ("draft", "--draft-model", "gqa")):
-        none = ", eagle, or none" if role == "draft" else ""
-        text = f"mla, gqa, or a checkpoint folder, kvproto's or Hugging Face's{none} (default {default})"
+        others = ", eagle or mtp for a head of the target, or none" if role == "draft" else ""
+        names = f"{', '.join(SHIPPED[role])}, or a checkpoint folder, kvproto's or Hugging Face's{others}"
+        text = f"{names} (default {default})"
         parser.add_argument(f"--{role}", alias, dest=role, metavar="DIR", default=default, help=text)
     parser.add_argument(
         "--dtype",
@@ -445,31 +448,21 @@ def add_spread(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spread", choices=("even", "few", "one"), default="even", help=text)
 
 
-def shared_tokenizer(target: Path, *drafts: Path) -> Tokenizer:
-    """The target's tokenizer; raises EngineError where a draft has another vocabulary, naming both."""
-    tokenizer = load_tokenizer(target)
-    for draft in drafts:
-        check_agreement(tokenizer, load_tokenizer(draft))
-    return tokenizer
-
-
 def draft_folder(name: str, speculate: int, target: str) -> Path | None:
     """The folder of a draft; None for "none", and where nothing is to be proposed.
 
-    "eagle" is the head that was trained for a shipped target; raises EngineError for another target.
+    "eagle" and "mtp" are the heads that were trained for a shipped target or for SmolLM2; raises EngineError for
+    another target.
     """
     if name == "none" or not speculate:
         return None
-    if name != "eagle":
-        return checkpoint_folder("draft", name)
-    if target not in SHIPPED:
-        raise EngineError(f"--draft eagle is a head of target mla or gqa, not of {target}: give the folder of its head")
-    return CHECKPOINTS / f"head-{target}"
+    form = HEADS.get(name)
+    return checkpoint_folder("draft", name) if form is None else shipped_head(form, checkpoint_folder("target", target))
 
 
 def checkpoint_folder(role: str, name: str) -> Path:
-    """The folder of a shipped checkpoint (`name` is "mla" or "gqa"), or else `name` itself as a folder."""
-    return CHECKPOINTS / f"{role}-{name}" if name in SHIPPED else Path(name)
+    """The folder of a shipped checkpoint, or else `name` itself as a folder."""
+    return CHECKPOINTS / f"{role}-{name}" if name in SHIPPED[role] else Path(name)
 
 
 def private_folder(folder: Path) -> Path:

@@ -12,6 +12,7 @@ from rich.text import Text
 from .. import smollm2
 from ..checkpoint import load_config
 from ..errors import EngineError
+from ..models import ModelConfig
 from ..tokenizer import Tokenizer
 from .arguments import DemoOptions
 from .options import checkpoint_folder, draft_folder
@@ -36,7 +37,7 @@ def show_page(
     beside = draft_folder(options.draft, options.speculate, options.target)
     target = load_config(folder, options.dtype)
     name = smollm2.NAME if options.real else folder.name
-    draft = "no draft" if beside is None else f"draft of {load_config(beside, options.dtype).layers} layers"
+    draft = "no draft" if beside is None else _draft(load_config(beside, options.dtype))
     if console.record:
         console.export_text()  # a recording begins here
     console.print(f"\n[bold]{escape(name)}[/bold], {target.layers} layers, {target.dtype}; {draft}\n")
@@ -48,6 +49,11 @@ def show_page(
         return
     spent = ", ".join(f"{what} {many:.1f}" for what, many in seconds.items())
     console.print(f"[dim]{sum(seconds.values()):.0f} s in all: {spent}[/dim]")
+
+
+def _draft(config: ModelConfig) -> str:
+    forms = {"eagle3": "an EAGLE-3 head drafts", "mtp": "an MTP layer drafts"}
+    return forms[config.head.form] if config.head is not None else f"draft of {config.layers} layers"
 
 
 _SVG = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
@@ -146,6 +152,11 @@ def _differs(c: Compared, tokenizer: Tokenizer) -> str:
     return f"{text_of(c.tokens[at : at + 4], tokenizer)} from token {at} on"
 
 
+def _a_step(compared: list[Compared]) -> str:
+    found = [c.request.stats for c in compared if c.request.stats]
+    return f"{sum(stats['decoded'] for stats in found) / max(sum(stats['steps'] for stats in found), 1):.2f}"
+
+
 def _proof(compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> list[str]:
     """A line for each verdict, and one for all of them."""
     count = sum(len(c.tokens) for c in compared)
@@ -155,7 +166,7 @@ def _proof(compared: list[Compared], verdicts: dict[str, bool], verify: bool) ->
         "requests": f"{sum(c.request.error is None for c in compared)} of {len(compared)} prompts were answered",
         "tokens": f"{equal:,} of {count:,} tokens are those that one undivided engine writes",
         "checksums": f"{sums} of {due} checksums of what arrived equal those of what was sent",
-        "acceptance": "the draft's proposals were accepted as often",
+        "acceptance": f"the draft's proposals were accepted as often: {_a_step(compared)} tokens a step",
     }
     lines = []
     for name, good in verdicts.items():

@@ -18,7 +18,7 @@ from ..attention.torch_kernel import TorchKernel
 from ..cache import KVPool, Shard
 from ..cache.memory import Allocate
 from ..errors import EngineError
-from ..models import EagleHead, FusedOps, Model, ModelConfig, Ops, Pipeline, TensorParallel, eagle_among, kv_head_of
+from ..models import FusedOps, Head, Model, ModelConfig, Ops, Pipeline, TensorParallel, head_among, kv_head_of
 from .captured import CapturedRunner
 from .context import ContextRunner
 from .description import DRAFT, TARGET, Layout, hand_over, shards
@@ -62,18 +62,17 @@ def torch_hosted(
     among = world.among([ranks[first : first + layout.dcp] for first in ranks[:: layout.dcp]])
     caches: dict[str, KVPool] = {}
     runners: list[Runner] = []
-    head = eagle_among(configs)
+    head = head_among(configs)
     taps = head.taps if head else ()
     for model, (name, folder, config) in enumerate(zip((TARGET, DRAFT)[: len(folders)], folders, configs, strict=True)):
         place = place_of(layout, model, config, world)
         if name not in mine:
             whole = next(Shard(group, 0) for group in geometry.groups if group.name == name)
-            ahead = 0 if config.eagle is None else 1
+            ahead = 0 if config.head is None else 1
             runners.append(Elsewhere(place.stages(config.layers), config.vocab, whole, device, ahead))
             continue
         cache = caches[name] = KVPool.allocate(config, pages, mine[name].group.rows, place, device, memory)
-        load = checkpoint.load if config.eagle is None else checkpoint.load_head
-        loaded = load(folder, place, dtype=config.dtype, device=device)
+        loaded = checkpoint.load_either(folder, folders[0], place, dtype=config.dtype, device=device)
         context = along if mine[name].count > 1 else None
         made = torch_runner(
             loaded,
@@ -117,7 +116,7 @@ def place_of(layout: Layout, model: int, config: ModelConfig, world: World) -> T
 
 
 def torch_runner(
-    model: Model | EagleHead,
+    model: Model | Head,
     pool: KVPool,
     shard: Shard,
     among: dist.ProcessGroup | None = None,
@@ -132,16 +131,16 @@ def torch_runner(
 
     `context` is the CP group of prefill ranks, on back end torch. `by_token` is as in `PagedAttention`, and `back_end`
     a name of KERNELS. With `captured`, FlashInfer's decode steps are CUDA graphs. `taps` are layers of a target whose
-    hidden states an EAGLE-3 head reads. Raises EngineError where heads cannot be had.
+    hidden states a head reads. Raises EngineError where heads cannot be had.
     """
-    if captured and (taps or isinstance(model, EagleHead)):
-        raise EngineError("CUDA graphs keep no hidden states, which an EAGLE-3 head needs: leave --captured out")
+    if captured and (taps or isinstance(model, Head)):
+        raise EngineError("CUDA graphs keep no hidden states, which a head needs: leave --captured out")
     config, place = model.config, model.tp
     group, own = (where.share(config.heads) for where in (place.together, place))
     heads = kv_head_of(config, place, group), kv_head_of(config, place, own)
     if context is not None:
-        if isinstance(model, EagleHead):
-            raise EngineError("an EAGLE-3 head is not dealt over ranks of prefill: leave --draft-sharded out")
+        if isinstance(model, Head):
+            raise EngineError("a head is not dealt over ranks of prefill: leave --draft-sharded out")
         return ContextRunner(model, pool, TorchKernel(pool, *heads), shard, context, taps)
     kernel = kernel_of(back_end, pool, *heads, fixed=captured)
     merging: Exchange = Alone()
@@ -149,7 +148,7 @@ def torch_runner(
         merging = exchange_of(exchange, place.dcp, among, place.replicate_q)
     model.use(FusedOps() if isinstance(kernel, FlashInferKernel) else Ops())
     attention = PagedAttention(pool, kernel, merging, by_token)
-    if isinstance(model, EagleHead):
+    if isinstance(model, Head):
         return HeadRunner(model, attention, shard)
     if captured and isinstance(kernel, FlashInferKernel):
         return CapturedRunner(model, attention, shard)

@@ -12,12 +12,12 @@ from kvproto import Cache, DType, Geometry, ItemKind, Parallel, Pool, lay_out
 from ..cache import KVPool, Shard
 from ..checkpoint import check_head, fingerprint
 from ..errors import EngineError
-from ..models import ModelConfig, TensorParallel, eagle_among, kv_head_range
+from ..models import ModelConfig, TensorParallel, head_among, kv_head_range
 
 TARGET, DRAFT, FIRST = "target", "draft", "first token"
 """Names of the groups: the target's cache, the draft's, and the token that prefill samples."""
 HIDDEN = "hidden"
-"""The part of the last group that an EAGLE-3 head goes on from."""
+"""The part of the last group that a head goes on from."""
 
 _DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 
@@ -128,7 +128,7 @@ def geometry(
 ) -> Geometry:
     """What the ranks of one replica own: the models' caches, and on ranks of the last stage the first token.
 
-    With it goes, for an EAGLE-3 head, what the target makes of the last token of the prompt. `tokenizer` is the
+    With it goes, for a head, what the target makes of the last token of the prompt. `tokenizer` is the
     tokenizer's identity. With `cold`, another engine need not know the draft, so nothing of that is asked for. Raises
     EngineError for too many ranks, and for a head of another target.
     """
@@ -151,8 +151,8 @@ def geometry(
 
 
 def hidden_of(configs: Sequence[ModelConfig]) -> int:
-    """Elements of the target's hidden states that an EAGLE-3 head reads of each token; 0 without such a draft."""
-    head = eagle_among(configs)
+    """Elements of the target's hidden states that a head reads of each token; 0 without such a draft."""
+    head = head_among(configs)
     return head.hidden if head else 0
 
 

@@ -13,7 +13,7 @@ from ..attention.batch import Batch, Span, batch_of
 from ..attention.paged import PagedAttention
 from ..cache import KVPool, Shard
 from ..errors import EngineError
-from ..models import Cached, EagleHead, Model, Pipeline, Taps
+from ..models import Cached, Head, Model, Pipeline, Taps
 
 Computed = Callable[[int], None]
 """Called with each layer once its rows of a step are written, on a GPU in stream order."""
@@ -23,7 +23,7 @@ Computed = Callable[[int], None]
 class Chunk:
     """Tokens of one sequence from position `start` on, its page table, and whether logits of `every` token are wanted.
 
-    Otherwise only those of the last token are. The tokens of an EAGLE-3 head are those after its positions, and it
+    Otherwise only those of the last token are. The tokens of a head are those after its positions, and it
     reads hidden states of the target, or what it made itself.
     """
 
@@ -77,7 +77,7 @@ class Runner(Protocol):
 
     @property
     def ahead(self) -> int:
-        """Tokens after its own position that a row needs: 1 for an EAGLE-3 head."""
+        """Tokens after its own position that a row needs: 1 for a head."""
         return 0
 
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> Logits:
@@ -158,9 +158,9 @@ class TorchRunner(TorchModel):
 
 
 class HeadRunner(TorchModel):
-    """An EAGLE-3 head whose steps attend over the pool; all chunks of a step read the same kind of features."""
+    """A head whose steps attend over the pool; all chunks of a step read the same kind of features."""
 
-    def __init__(self, head: EagleHead, attention: PagedAttention, shard: Shard) -> None:
+    def __init__(self, head: Head, attention: PagedAttention, shard: Shard) -> None:
         super().__init__(head, attention.pool, shard)
         self.head, self.attention = head, attention
 

@@ -29,7 +29,7 @@ class SpeculationStats:
 class TokenSequence:
     """A prompt, what was generated for it, and its page tables in the pools of target and draft.
 
-    The caches hold the rows of positions [0, valid), an EAGLE-3 head's those of [0, shared); the newest token has no
+    The caches hold the rows of positions [0, valid), a head's those of [0, shared); the newest token has no
     row yet. Raises EngineError for an empty prompt.
     """
 
@@ -42,7 +42,7 @@ class TokenSequence:
     generated: list[int] = attrs.field(factory=list)
     stats: SpeculationStats = attrs.field(factory=SpeculationStats)
     hidden: Tensor | None = None
-    """For an EAGLE-3 head: the target's hidden states at the last positions [n, taps * width] whose rows it lacks."""
+    """For a head: the target's hidden states at the last positions [n, taps * width] whose rows it lacks."""
     stopped: bool = False
     """Whether a token that ends a text came, or one of the words of `sampling.stop`."""
 

@@ -26,7 +26,7 @@ class _Proposal:
     beliefs: list[Probabilities] = attrs.Factory(list)
     """The draft's distribution [vocab] for each token, if sampling needs them."""
     made: Tensor | None = None
-    """An EAGLE-3 head's output [1, hidden] with the last token."""
+    """A head's output [1, hidden] with the last token."""
 
     @property
     def newest(self) -> int:
@@ -53,7 +53,7 @@ class _Proposal:
 class SpeculativeDecoder:
     """Decodes sequences whose rows [0, valid) are in both caches, and leaves them so after each step.
 
-    Of an EAGLE-3 head these are [0, shared). A step fills the rest first, from the target's hidden states; what it
+    Of a head these are [0, shared). A step fills the rest first, from the target's hidden states; what it
     proposes next goes on from the head's own output, in rows that are filled again when the tokens are accepted.
     """
 
@@ -128,7 +128,7 @@ class SpeculativeDecoder:
 
 
 def _lacking(sequence: TokenSequence) -> Chunk:
-    """The rows that an EAGLE-3 head lacks, up to that of the newest token."""
+    """The rows that a head lacks, up to that of the newest token."""
     start, tokens = sequence.shared, sequence.text(sequence.shared + 1, sequence.length)
     return Chunk(tokens, start, sequence.tables[1], hidden=sequence.hidden)
 

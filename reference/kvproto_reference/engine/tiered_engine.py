@@ -18,7 +18,6 @@ from kvproto.tiers.store import Store
 from .. import checkpoint
 from ..cache.memory import shareable
 from ..errors import EngineError, OutOfPages
-from ..tokenizer import check_agreement
 from .build import Hosted, torch_hosted
 from .description import DRAFT, Layout, geometry
 from .kept_pages import names_of
@@ -77,8 +76,7 @@ class TieredEngine:
         hold whole runs of a deal.
         """
         folders, layout = (target_dir, draft_dir), layout or Layout()
-        self.tokenizer = checkpoint.load_tokenizer(target_dir)
-        check_agreement(self.tokenizer, checkpoint.load_tokenizer(draft_dir))
+        self.tokenizer = checkpoint.shared_tokenizer(target_dir, draft_dir)
         configs = checkpoint.load_config(target_dir), checkpoint.load_config(draft_dir)
         said = geometry(folders, configs, self.tokenizer.identity, layout, page_size)
         made = (hosted or _torch)(folders, said, layout, pages)

@@ -12,8 +12,8 @@ from kvproto import lay_out
 
 from .. import checkpoint
 from ..cache import KVPool, PageAllocator, Shard
-from ..models import eagle_among
-from ..tokenizer import BYTES, Tokenizer, check_agreement
+from ..models import head_among
+from ..tokenizer import BYTES, Tokenizer
 from .build import torch_runner
 from .description import Layout, cache
 from .prefill import Prefiller
@@ -58,17 +58,14 @@ class Undivided:
         """With `cold`, the draft begins without rows of the prompt: they are zero, and what a head reads of it is."""
         self._cold = cold
         self._chunk = chunk
-        self.tokenizer = checkpoint.load_tokenizer(target_dir)
         folders = [target_dir] if draft_dir is None else [target_dir, draft_dir]
-        if draft_dir is not None:
-            check_agreement(self.tokenizer, checkpoint.load_tokenizer(draft_dir))
+        self.tokenizer = checkpoint.shared_tokenizer(*folders)
         configs = [checkpoint.load_config(folder, dtype) for folder in folders]
         checkpoint.check_head(folders, configs)
-        head = eagle_among(configs)
+        head = head_among(configs)
 
         def runner(model: int, folder: Path) -> Runner:
-            load = checkpoint.load_head if head and model else checkpoint.load
-            loaded = load(folder, dtype=dtype, device=device)
+            loaded = checkpoint.load_either(folder, target_dir, dtype=dtype, device=device)
             (group,) = lay_out([cache(model, loaded.config, Layout(), page_size)]).groups
             pool = KVPool.allocate(loaded.config, pages, page_size, device=device)
             taps = head.taps if head and not model else ()

@@ -34,8 +34,8 @@ def jax_hosted(
 
     Raises EngineError.
     """
-    if any(checkpoint.load_config(folder).eagle is not None for folder in folders):
-        raise EngineError("the JAX engine runs no EAGLE-3 head: choose --framework torch, or another draft")
+    if any(checkpoint.load_config(folder).head is not None for folder in folders):
+        raise EngineError("the JAX engine runs no head: choose --framework torch, or another draft")
     devices: Sequence[int | None] = gpus or [None] * layout.ranks
     pools = [Pool.allocate(geometry, pages, rank=rank, device=devices[rank]) for rank in range(layout.ranks)]
     runners = [jax_runner(folder, pools, name, layout) for folder, name in zip(folders, (TARGET, DRAFT), strict=False)]

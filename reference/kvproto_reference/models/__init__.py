@@ -1,9 +1,9 @@
 """Model kinds, their sizes, and how TP, DCP and pipeline ranks share them."""
 
 from .base import Attention, Cached, Dense, Model, Rows, Taps
-from .config import EagleConfig, ModelConfig, MoeConfig
+from .config import HeadConfig, ModelConfig, MoeConfig
 from .decoder import Decoder
-from .eagle import EagleHead, eagle_among
+from .head import Head, head_among
 from .ops import FusedOps, Ops
 from .parallel import SOLO, Pipeline, TensorParallel, cut, kv_head_of, kv_head_range
 
@@ -13,9 +13,9 @@ __all__ = [
     "Cached",
     "Decoder",
     "Dense",
-    "EagleConfig",
-    "EagleHead",
     "FusedOps",
+    "Head",
+    "HeadConfig",
     "Model",
     "ModelConfig",
     "MoeConfig",
@@ -25,7 +25,7 @@ __all__ = [
     "Taps",
     "TensorParallel",
     "cut",
-    "eagle_among",
+    "head_among",
     "kv_head_of",
     "kv_head_range",
 ]

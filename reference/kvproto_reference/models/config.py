@@ -12,6 +12,7 @@ from .rope import plain_rates
 
 Kind = Literal["gqa", "mla"]
 KINDS = ("gqa", "mla")
+FORMS = ("eagle3", "mtp")
 SCORES = ("softmax", "sigmoid")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -62,23 +63,27 @@ class MoeConfig:
 
 
 @attrs.frozen(kw_only=True)
-class EagleConfig:
-    """What an EAGLE-3 head reads of its target, and says (arXiv 2503.01840, 3.1)."""
+class HeadConfig:
+    """What a head reads of its target, and says."""
 
     target: str
     """Fingerprint of the target's checkpoint."""
     width: int
     """The target's hidden size."""
     taps: tuple[int, ...] = attrs.field(converter=_ints)
-    """Layers of the target whose hidden states it reads: a low, a middle and a high one."""
+    """Layers of the target whose hidden states it reads: an EAGLE-3 head a low, a middle and a high one."""
     vocab: int
     """Tokens that it can propose; `d2t` in its weights says which of the target's they are."""
+    form: str = "eagle3"
+    """One of FORMS; an MTP layer, `mtp`, reads the last layer."""
 
     def __attrs_post_init__(self) -> None:
         for name in ("width", "vocab"):
-            _check_positive("eagle", name, getattr(self, name))
+            _check_positive("head", name, getattr(self, name))
+        if self.form not in FORMS:
+            raise EngineError(f"head config: form must be one of {FORMS}, not {self.form!r}")
         if not self.taps or sorted({*self.taps}) != [*self.taps] or self.taps[0] < 0:
-            raise EngineError(f"eagle config: taps must be layers of the target in ascending order, not {self.taps}")
+            raise EngineError(f"head config: taps must be layers of the target in ascending order, not {self.taps}")
 
     @property
     def hidden(self) -> int:
@@ -90,8 +95,8 @@ def _moe(value: Any) -> MoeConfig | None:
     return MoeConfig(**value) if isinstance(value, dict) else value
 
 
-def _eagle(value: Any) -> EagleConfig | None:
-    return EagleConfig(**value) if isinstance(value, dict) else value
+def _head(value: Any) -> HeadConfig | None:
+    return HeadConfig(**value) if isinstance(value, dict) else value
 
 
 @attrs.frozen(kw_only=True)
@@ -127,8 +132,8 @@ class ModelConfig:
     score_factor: float = 1.0
     """Factor of attention scores in addition to head width ^ -0.5."""
     moe: MoeConfig | None = attrs.field(default=None, converter=_moe)
-    eagle: EagleConfig | None = attrs.field(default=None, converter=_eagle)
-    """Makes the model a draft that reads its target's hidden states (`EagleHead`); `vocab` is the target's."""
+    head: HeadConfig | None = attrs.field(default=None, converter=_head)
+    """Makes the model a draft that reads its target's hidden states (`Head`); `vocab` is the target's."""
     dtype: str = "float32"
     """Element type of weights and cache."""
 
@@ -144,18 +149,18 @@ class ModelConfig:
             raise EngineError(f"{self.kind} model config: the rotary width {self.rotary_dim} must be even")
         if self.kind == "gqa" and self.heads % self.kv_heads:
             raise EngineError(f"gqa model config: {self.heads} heads do not divide into {self.kv_heads} KV heads")
-        if self.eagle is not None and (self.layers != 1 or self.eagle.vocab > self.vocab):
+        if self.head is not None and (self.layers != 1 or self.head.vocab > self.vocab):
             raise EngineError(
-                f"eagle config: a head has 1 layer and at most the target's tokens, not {self.layers} layers and"
-                f" {self.eagle.vocab} tokens of {self.vocab}"
+                f"head config: a head has 1 layer and at most the target's tokens, not {self.layers} layers and"
+                f" {self.head.vocab} tokens of {self.vocab}"
             )
         if self.dtype not in DTYPES:
             raise EngineError(f"{self.kind} model config: dtype must be one of {DTYPES}, not {self.dtype!r}")
 
     @property
     def inputs(self) -> int:
-        """Elements of what attention reads of a token: twice `hidden` in a head, whose input is joined of two."""
-        return self.hidden if self.eagle is None else 2 * self.hidden
+        """Elements of what attention reads of a token: twice `hidden` in an EAGLE-3 head, which joins two."""
+        return 2 * self.hidden if self.head is not None and self.head.form == "eagle3" else self.hidden
 
     @property
     def rotary_dim(self) -> int:

@@ -1,0 +1,23 @@
+"""The commands of the page with what reviewers asked."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kvproto_reference.demo.arguments import check, parse
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "asked.md").read_text()
+
+
+@pytest.mark.parametrize("args", re.findall(r'make demo ARGS="(.*?)"', PAGE))
+def test_demos_take_their_options(args: str) -> None:
+    check(parse(shlex.split(args)))
+
+
+def test_files_are_there() -> None:
+    named = re.findall(r"(?:tests|benchmarks)/[\w/]+\.py", PAGE)
+    assert len(named) > 2
+    assert all((ROOT / name).is_file() for name in named)
