@@ -378,6 +378,26 @@ def test_many_requests_and_few_pages(more: tuple[str, ...], tmp_path: Path) -> N
     assert [request["lost"] for request in told["requests"]] == 20 * [[]]
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        '--decode-tp 2 --sampling {"temperature":1,"seed":3}',
+        "--decode-tp 2 --dcp 2 --target gqa --intent",
+        "--spans --part 1 --decode-pp 2",
+        "--draft eagle --cold-draft zero",
+        "--cold-draft zero",
+        "--speculate 0 --decode-framework jax",
+    ],
+)
+def test_answers_outgrow_the_pages(args: str, tmp_path: Path) -> None:
+    """The youngest gives way and is computed again by decode: tokens and acceptance are those of one engine."""
+    words = "times Alice was beginning to get very tired of sitting by her sister"
+    path = bad_prompts(tmp_path, "\n\n".join(f"{n} {words}"[: 30 + 6 * n] for n in range(7)))
+    told = right(*args.split(), "--prompt-file", path, "--pages", "9", "--max-new", "60", "--prefill-tp", "1")
+    assert sum(request["gave_way"] for request in told["requests"]) > 0
+    assert [request["lost"] for request in told["requests"]] == 7 * [[]]
+
+
 def test_more_ranks_than_heads() -> None:
     result = demo("--prefill-tp", "5", "--decode-tp", "1")
     assert result.status == 1

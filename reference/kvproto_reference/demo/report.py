@@ -106,7 +106,7 @@ def as_json(
         rows.append({
             "name": r.prompt.name, "prompt_tokens": len(r.prompt.tokens), "error": r.error, "tokens": r.tokens,
             "undivided_tokens": c.tokens, "text": tokenizer.decode(r.tokens).decode("utf-8", "replace"),
-            "arrived": r.arrived, "cached": r.cached, "lost": r.lost,
+            "arrived": r.arrived, "cached": r.cached, "lost": r.lost, "gave_way": (r.stats or {}).get("gave_way", 0),
             "acceptance": _length(r.stats), "undivided_acceptance": c.stats.mean_acceptance,
             **{name: (r.stats or {}).get(name, 0) for name in ("steps", "decoded", "proposed", "accepted")},
             "same_tokens": c.same_tokens, "lag": c.lag, "same_acceptance": c.same_acceptance,
@@ -153,6 +153,8 @@ def show(console: Console, router: Router, compared: list[Compared], verdicts: d
         console.print(f"of them {_left(router):,} bytes were left when prefill was over\n")
     console.print(_requests(router, compared))
     equal, due = (sum(counts) for counts in zip(*((c.checksums, c.due) for c in compared), strict=True))
+    if ways := sum((c.request.stats or {}).get("gave_way", 0) for c in compared):
+        console.print(f"requests gave way to older ones {ways} times, and were computed again by decode")
     console.print(f"verify checksums: {equal} of {due} equal" if verify else "verify: off")
     for name, good in verdicts.items():
         if name != "checksums" or verify:

@@ -67,6 +67,16 @@ class TokenSequence:
         """Rows valid in all caches between decode steps."""
         return self.valid - (0 if self.hidden is None else len(self.hidden))
 
+    @property
+    def due(self) -> int:
+        """Rows that the caches have to hold before decode can begin, or go on."""
+        return len(self.prompt) + max(len(self.generated) - 1, 0)
+
+    def rows(self, proposed: int | None = None) -> int:
+        """The most rows that a next step writes, with so many proposals, or that all steps write."""
+        whole = rows_needed(len(self.prompt), self.max_new)
+        return whole if proposed is None else min(whole, self.due + 1 + proposed)
+
     def text(self, start: int, stop: int) -> list[int]:
         """The tokens at positions [start, stop), of the prompt or generated."""
         prompt = len(self.prompt)
