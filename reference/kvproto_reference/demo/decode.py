@@ -413,7 +413,7 @@ class DecodeProcess(EngineProcess):
             self.draft.clear(table[self.draft.shard.pages(job.cached) :])
             return
         for at in range(job.cached, len(prompt), step):
-            self.draft.run([Chunk(prompt[at : at + step], at, table)])
+            self.draft.run([Chunk(prompt[at : at + step], at, table, unread=True)])
 
     def on_pages_free(self, rank: int, word: dict[str, Any]) -> None:
         """Nothing can write a lost request's pages on one rank any more."""

@@ -71,7 +71,7 @@ class Prefiller:
         some = list(self._pieces())
         if not some:
             return []
-        chunks = [Chunk(s.text(lo, hi), lo, s.tables[0]) for s, lo, hi in some]
+        chunks = [Chunk(s.text(lo, hi), lo, s.tables[0], unread=not self._draws(s, hi)) for s, lo, hi in some]
         logits = self.target.run(chunks, self._told(some, 0))
         if self.draft is not None and not self.draft.ahead:
             self._follow(self.draft, some)
@@ -87,7 +87,8 @@ class Prefiller:
             first = max(lo, self._warm(s)) if self.cold else lo
             if first < hi:
                 own = None if hidden is None else self._seen(s, first, hidden[at + first - lo : at + hi - lo])
-                chunks.append(Chunk(s.text(first + draft.ahead, hi + draft.ahead), first, s.tables[1], hidden=own))
+                text = s.text(first + draft.ahead, hi + draft.ahead)
+                chunks.append(Chunk(text, first, s.tables[1], unread=True, hidden=own))
             at += hi - lo
         if chunks:
             draft.run(chunks, self._told(some, 1))
@@ -103,21 +104,26 @@ class Prefiller:
 
     def _sampled(self, some: Sequence[Piece], logits: Logits) -> list[TokenSequence]:
         """The sequences that are done, each with its first token at least, and what a head reads to go on."""
-        over, best, at = [], logits.best(), 0
-        for i, (sequence, start, stop) in enumerate(some):
+        over, best, at, nth = [], logits.best(), 0, 0
+        for sequence, start, stop in some:
             self._done[sequence] = stop
             at += stop - start
             if stop == sequence.due:
                 del self._done[sequence]
-                if not sequence.generated:
-                    how, first = sequence.sampling, int(best[i])
+                if self._draws(sequence, stop):
+                    how, first = sequence.sampling, int(best[nth])
                     if not how.plain:
-                        first = sample(penalized(logits.row(i), how, sequence.prompt, ()), how, stop)
+                        first = sample(penalized(logits.row(nth), how, sequence.prompt, ()), how, stop)
                     sequence.append([first])
+                    nth += 1
                 if logits.hidden is not None:
                     sequence.hidden = self._seen(sequence, stop - 1, logits.hidden[at - 1 : at].clone())
                 over.append(sequence)
         return over
+
+    def _draws(self, sequence: TokenSequence, stop: int) -> bool:
+        """Whether a piece that ends at `stop` gives a sequence its first token."""
+        return not sequence.generated and stop == sequence.due
 
     def _pieces(self) -> Iterable[Piece]:
         """Pieces of the next step."""

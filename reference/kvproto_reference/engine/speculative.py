@@ -86,11 +86,12 @@ class SpeculativeDecoder:
                 if ahead and logits.hidden is not None:
                     p.sequence.hidden = logits.hidden[at : at + len(kept)].clone()
                     if p.sequence.finished:  # no step follows that would fill its rows
-                        behind.append(_lacking(p.sequence))
+                        behind.append(attrs.evolve(_lacking(p.sequence), unread=True))
                         p.sequence.hidden = None
                 at += len(own)
                 if not ahead and p.tokens and accepted == len(p.tokens) and extra is not None:
-                    behind.append(Chunk(p.tokens[-1:], p.start + accepted, p.sequence.tables[1]))
+                    last = Chunk(p.tokens[-1:], p.start + accepted, p.sequence.tables[1], unread=True)
+                    behind.append(last)
             if self.draft is not None and behind:  # it has not run its last proposals, whose rows are needed now
                 self.draft.run(behind)
         return [gained.get(sequence, []) for sequence in sequences]
