@@ -21,6 +21,7 @@ from kvproto.events import (
     Suspected,
 )
 
+from ..engine import logprobs
 from ..engine.admission import Admission
 from ..engine.claims import Claim, claimed
 from ..engine.description import FIRST, HIDDEN, bytes_a_token, caches, hidden_from, hidden_of, hidden_type
@@ -127,11 +128,9 @@ class DecodeProcess(EngineProcess):
                 return [{"op": "peer", "event": "refused", "peer": event.peer, "error": error, "misfit": not fits}]
             case Arrived(fetch):
                 handed = event.handoff.get(FIRST, {})
-                token, hidden = handed.get("token"), handed.get(HIDDEN)
                 return [{
                     "op": "arrived", "id": self._ids[fetch], "seconds": event.seconds,
-                    "first": None if token is None else int.from_bytes(token, "little"),
-                    "hidden": None if hidden is None else hidden.hex(),
+                    "first": {part: data.hex() for part, data in handed.items()},
                     "bytes": {str(source): count for source, count in event.bytes.items()},
                     "checksums": [[source, group, f"{sum:016x}"] for (source, group), sum in event.checksums.items()],
                 }]  # fmt: skip
@@ -388,21 +387,26 @@ class DecodeProcess(EngineProcess):
             self._free_lost(job)
             return
         self._received(job)
-        first, hidden = next((w["first"], w["hidden"]) for w in words if w["first"] is not None)
+        said = next(w["first"] for w in words if w["first"])
+        handed = {part: bytes.fromhex(data) for part, data in said.items()}
+        first, how = int.from_bytes(handed["token"], "little"), job.sequence.sampling
         if self._cold:
             self._begin_draft(job)
         job.sequence.append([first])
-        job.sequence.hidden = self._hidden(hidden)
+        if how.logprobs is not None:
+            job.sequence.logprobs = [logprobs.from_parts(handed, first, how.logprobs)]
+        job.sequence.hidden = self._hidden(handed.get(HIDDEN))
         fields = [{k: w[k] for k in ("seconds", "bytes", "checksums")} for w in words]
-        self.tell("arrived", id=job.id, ranks=fields, tokens=[first], cached=job.cached, found=job.found)
+        of_tokens = {"tokens": [first], "logprobs": job.sequence.logprobs}
+        self.tell("arrived", id=job.id, ranks=fields, cached=job.cached, found=job.found, **of_tokens)
         self._of[job.sequence] = job
         self._admission.run(job.sequence)
 
-    def _hidden(self, said: str | None) -> Tensor | None:
-        """What an EAGLE-3 head goes on from, as prefill handed it over in hex, or zeros for one that starts cold."""
+    def _hidden(self, handed: bytes | None) -> Tensor | None:
+        """What an EAGLE-3 head goes on from, as prefill handed it over, or zeros for one that starts cold."""
         if not hidden_of(self.options.configs):
             return None
-        data = bytes.fromhex(said) if said else bytes(hidden_type(self.options.configs)[1])
+        data = handed or bytes(hidden_type(self.options.configs)[1])
         return hidden_from(data, self.options.configs, self.device)
 
     def _begin_draft(self, job: Job) -> None:
@@ -441,7 +445,8 @@ class DecodeProcess(EngineProcess):
         running = [sequence for sequence in self._admission.running if sequence not in self._again]
         for sequence, tokens in zip(running, self._decoder.step(running) if running else [], strict=True):
             if tokens:
-                self.tell("tokens", id=self._of[sequence].id, tokens=tokens)
+                told = sequence.logprobs[-len(tokens) :]
+                self.tell("tokens", id=self._of[sequence].id, tokens=tokens, logprobs=told)
             if sequence.finished:
                 self._finish(sequence)
         return len(self._admission.running) < before

@@ -11,6 +11,7 @@ from kvproto import Prompt, Request, Source, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
 from kvproto.events import Event, Expired, Freed, Refused, Sent, Undelivered
 
+from ..engine import logprobs
 from ..engine.description import FIRST, HIDDEN, hidden_bytes
 from ..engine.launch import launch
 from ..engine.lockstep import Said
@@ -122,6 +123,8 @@ class PrefillProcess(EngineProcess):
             job, handed = self._of[sequence], {"token": sequence.generated[0].to_bytes(4, "little")}
             if sequence.hidden is not None and not self.options.cold_draft:
                 handed[HIDDEN] = hidden_bytes(sequence.hidden)
+            if (most := self.options.max_logprobs) is not None:
+                handed |= logprobs.to_parts(sequence.logprobs[0] if sequence.logprobs else [], most)
             for request in job.requests.values():
                 request.finish(
                     self.tables(sequence),

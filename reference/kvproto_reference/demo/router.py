@@ -46,6 +46,8 @@ class Request:
     lost: list[str] = attrs.Factory(list)
     """Why each earlier try failed."""
     tokens: list[int] = attrs.Factory(list)
+    logprobs: list[list[tuple[int, float]]] = attrs.Factory(list)
+    """Of each token, as `engine.logprobs` has them, if the prompt's sampling asks for them."""
     arrived: list[dict[str, Any]] | None = None
     """For each decode rank: seconds, bytes by source rank, checksums by source rank and group."""
     sent: list[dict[str, Any]] = attrs.Factory(list)
@@ -261,6 +263,7 @@ class Router:
                 request.stats = word
             case "arrived" | "tokens":
                 request.tokens += word["tokens"]
+                request.logprobs += [[(token, p) for token, p in each] for each in word["logprobs"]]
                 request.arrived = word.get("ranks", request.arrived)
                 request.cached = word.get("cached", request.cached)
                 if request.lost and word["op"] == "arrived":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import EngineError
 from .runner import Chunk, Computed, Logits, Runner
-from .sampling import penalized, sample
+from .sampling import Scores, penalized, sample
 from .sequence import TokenSequence
 
 
@@ -30,6 +30,10 @@ Piece = tuple[TokenSequence, int, int]
 
 def _nobody(sequence: TokenSequence, model: int, stop: int, layer: int) -> None:
     pass
+
+
+def _row(logits: Logits, first: int, index: int) -> Scores:
+    return logits.row(first + index)
 
 
 @attrs.define(eq=False)
@@ -114,7 +118,7 @@ class Prefiller:
                     how, first = sequence.sampling, int(best[nth])
                     if not how.plain:
                         first = sample(penalized(logits.row(nth), how, sequence.prompt, ()), how, stop)
-                    sequence.append([first])
+                    sequence.append([first], partial(_row, logits, nth))
                     nth += 1
                 if logits.hidden is not None:
                     sequence.hidden = self._seen(sequence, stop - 1, logits.hidden[at - 1 : at].clone())

@@ -16,6 +16,7 @@ from ..models import eagle_among
 from ..tokenizer import BYTES, Tokenizer, check_agreement
 from .build import torch_runner
 from .description import Layout, cache
+from .logprobs import LogProbs
 from .prefill import Prefiller
 from .runner import Chunk, Runner
 from .sampling import SamplingParams, Scores
@@ -29,6 +30,7 @@ class Result:
 
     tokens: list[int]
     stats: SpeculationStats
+    logprobs: list[LogProbs] = attrs.Factory(list)
     tokenizer: Tokenizer = BYTES
 
     @property
@@ -116,7 +118,7 @@ class Undivided:
             for sequence in some:
                 for pages, table in zip(self._pages, sequence.tables, strict=False):  # without, if there were too few
                     pages.free(table)
-        return [Result(tokens=s.generated, stats=s.stats, tokenizer=self.tokenizer) for s in some]
+        return [Result(tokens=s.generated, stats=s.stats, logprobs=s.logprobs, tokenizer=self.tokenizer) for s in some]
 
     def pages_of(self, prompt: int, max_new: int) -> int:
         """Pages of either pool that a prompt of `prompt` tokens needs with its continuation."""
