@@ -230,7 +230,7 @@ class DecodeProcess(EngineProcess):
             self._refuse(self._forget(sequence).id)
 
     def on_drop(self, rank: int, word: dict[str, Any]) -> None:
-        """The router has given the request up here: drop it, whether it waits, is being fetched or decoded."""
+        """The router or its client has given the request up: drop it, whether it waits, is being fetched or decoded."""
         if (fetching := self._fetching.get(word["id"])) is not None:
             for fetch in fetching.fetches.values():
                 fetch.abort("dropped by the router")
@@ -431,6 +431,7 @@ class DecodeProcess(EngineProcess):
             self._received(job)
             self._leave(job.sequence, 0)
             self._admission.forget(job.sequence)
+            self.tell("dropped", id=job.id, available=self._available)
 
     def _received(self, job: Job) -> None:
         """Forget a request's fetches, of which no more events come."""

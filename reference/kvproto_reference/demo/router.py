@@ -54,6 +54,8 @@ class Request:
     """The "sent" words, one for each pair of ranks that copied."""
     freed: bool = False
     """Whether prefill has freed its pages."""
+    left: bool = False
+    """Whether decode has freed its pages, after its end or after a cancel."""
     orphan: bool = False
     """Whether prefill went away before it freed them, so that some "sent" words may be missing."""
     found: dict[str, dict[str, int]] = attrs.Factory(dict)
@@ -157,6 +159,15 @@ class Router:
         self.requests += [Request(number, p, max_new) for number, p in enumerate(prompts, len(self.requests))]
         self._ask()
 
+    def cancel(self, request: Request) -> None:
+        """Give up a request that its client does not want any more, wherever it is: both engines free its pages.
+
+        `freed` and `left` say when they have.
+        """
+        if not request.over:
+            request.error = "cancelled"
+            self._drop(request)
+
     def collect(self, on_news: Callable[[Request], None], on_turn: Callable[[], bool] = lambda: True) -> None:
         """Wait until every request is over, prefill has freed its pages, and `on_turn` returns True.
 
@@ -259,8 +270,11 @@ class Router:
                 return False
             case "refused" | "failed" if not request.over:
                 self._again(request, word["error"], word.get("code"))
+            case "dropped":
+                request.left = True
             case "finished":
-                request.stats = word
+                request.left = True
+                request.stats = None if request.error else word
             case "arrived" | "tokens":
                 request.tokens += word["tokens"]
                 request.logprobs += [[(token, p) for token, p in each] for each in word["logprobs"]]
@@ -272,8 +286,7 @@ class Router:
 
     def _again(self, request: Request, why: str, code: str | None) -> None:
         """End a failed try at both engines, and let the request wait for another if that may help."""
-        for name in request.engines:
-            self._engines[name].line.send("drop", id=request.id)
+        self._drop(request)
         if code not in AGAIN or request.tries == TRIES:
             request.error = why
             return
@@ -281,6 +294,10 @@ class Router:
         kept = Request(request.number, request.prompt, request.max_new, tries=request.tries, lost=[*request.lost, why])
         for field in attrs.fields(Request):
             setattr(request, field.name, getattr(kept, field.name))
+
+    def _drop(self, request: Request) -> None:
+        for name in request.engines:
+            self._engines[name].line.send("drop", id=request.id)
 
     def _listen(self) -> list[tuple[str, dict[str, Any]]]:
         self._poller.poll(_TURN)
