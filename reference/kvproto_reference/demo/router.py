@@ -22,6 +22,8 @@ START = 60.0
 """Seconds that an engine which runs already may take to answer."""
 LOAD = 900.0
 """Seconds that an engine may take to answer if it was just started and has to load its models."""
+_TURN = 50
+"""The most milliseconds that one turn waits."""
 TRIES = 5
 """The most tickets that one request gets."""
 AGAIN = {
@@ -168,20 +170,23 @@ class Router:
             request.error = "cancelled"
             self._drop(request)
 
-    def collect(self, on_news: Callable[[Request], None], on_turn: Callable[[], bool] = lambda: True) -> None:
+    def collect(
+        self, on_news: Callable[[Request], None], on_turn: Callable[[], bool] = lambda: True, turn: int = _TURN
+    ) -> None:
         """Wait until every request is over, prefill has freed its pages, and `on_turn` returns True.
 
-        `on_news` is called with each request that has changed. Raises EngineError if nothing happens in time.
+        `on_news` is called with each request that has changed, and `on_turn` every `turn` milliseconds at least. Raises
+        EngineError if nothing happens in time.
         """
         self._told = time.monotonic()
         while not on_turn() or not all(r.over and (r.freed or r.error) for r in self.requests):
-            self._turn(on_news)
+            self._turn(on_news, turn)
             if time.monotonic() > self._told + DEADLINE + 30:
                 why = self._why(self._missing()) or "all engines answer"
                 raise EngineError(f"the requests were not over in time: {why}")
 
-    def _turn(self, on_news: Callable[[Request], None]) -> None:
-        for name, word in self._listen():
+    def _turn(self, on_news: Callable[[Request], None], patience: int = _TURN) -> None:
+        for name, word in self._listen(patience):
             self._take(name, word, on_news)
         self._processes.check()
         self._ask()
@@ -299,8 +304,8 @@ class Router:
         for name in request.engines:
             self._engines[name].line.send("drop", id=request.id)
 
-    def _listen(self) -> list[tuple[str, dict[str, Any]]]:
-        self._poller.poll(_TURN)
+    def _listen(self, patience: int = _TURN) -> list[tuple[str, dict[str, Any]]]:
+        self._poller.poll(patience)
         return [(name, word) for name, engine in self._engines.items() for word in engine.line.receive()]
 
     def stop(self) -> None:
@@ -328,5 +333,3 @@ _SAYS = {
     "connected": "{name} is connected to {peer}",
 }
 """The note for each event of decode's peers."""
-_TURN = 50
-"""The most milliseconds that one turn waits."""
