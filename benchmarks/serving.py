@@ -9,19 +9,22 @@ their turns in alternation. A request is compared with what the first contender 
     undivided     one reference engine for prefill and decode
     pair          a prefill and a decode engine of the demo in processes of their own, over shared memory
 
-First batches that are there at once, in tokens a second; then requests that come by themselves (exponential gaps), at
+First batches that are there at once, in tokens a second of the clock and of CPU; then requests that come by themselves (exponential gaps), at
 several rates. `generate` cannot take those. The default model is that of `make demo ARGS=--real`, if it is there.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from multiprocessing import active_children
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -99,27 +102,21 @@ def generate(model: Any) -> Serve:
     return serve
 
 
-def continuous(model: Any) -> Serve:
-    from transformers import ContinuousBatchingConfig
-
+def continuous(manager: Any) -> Serve:
     def serve(arrivals: Arrivals, new: int) -> list[Answer]:
-        sizes = ContinuousBatchingConfig(page_size=PAGE, num_blocks=PAGES, max_batch_tokens=BUDGET)
-        with model.continuous_batching_context_manager(continuous_batching_config=sizes) as manager:
-            manager.add_request(arrivals[0][1][::-1], max_new_tokens=2)  # the first one is slow
-            while not manager.get_result(timeout=60).is_finished():
-                pass
-            answers = [Answer() for _ in arrivals]
-            asked: dict[str, int] = {}
-            began, over = time.perf_counter(), 0
-            while over < len(arrivals):
-                for at, prompt in arrivals[len(asked) :]:
-                    if at <= time.perf_counter() - began:
-                        asked[manager.add_request(prompt, max_new_tokens=new, streaming=True)] = len(asked)
-                told = manager.get_result(timeout=0.002)
-                if told is not None:
-                    n = asked[told.request_id]
-                    answers[n].take(told.generated_tokens, time.perf_counter() - began - arrivals[n][0])
-                    over += told.is_finished()
+        answers = [Answer() for _ in arrivals]
+        asked: dict[str, int] = {}
+        began, over = time.perf_counter(), 0
+        while over < len(arrivals):
+            for at, prompt in arrivals[len(asked) :]:
+                if at <= time.perf_counter() - began:
+                    asked[manager.add_request(prompt, max_new_tokens=new, streaming=True)] = len(asked)
+            due = arrivals[len(asked)][0] - (time.perf_counter() - began) if len(asked) < len(arrivals) else 1.0
+            told = manager.get_result(timeout=max(due, 0.001))
+            if told is not None:
+                n = asked[told.request_id]
+                answers[n].take(told.generated_tokens, time.perf_counter() - began - arrivals[n][0])
+                over += told.is_finished()
         return answers
 
     return serve
@@ -128,7 +125,8 @@ def continuous(model: Any) -> Serve:
 def contender(pipe: Connection, way: str, folder: Path) -> None:
     """Serve what the pipe asks for, in a process of its own."""
     torch.set_num_threads(1)
-    with torch.no_grad():
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
         if way == "undivided":
             serve = undivided(folder)
         else:
@@ -137,7 +135,13 @@ def contender(pipe: Connection, way: str, folder: Path) -> None:
             transformers.utils.logging.disable_progress_bar()
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             model.generation_config = transformers.GenerationConfig(eos_token_id=None, pad_token_id=0)
-            serve = {"generate": generate, "continuous": continuous}[way](model)
+            if way == "generate":
+                serve = generate(model)
+            else:
+                sizes = {"page_size": PAGE, "num_blocks": PAGES, "max_batch_tokens": BUDGET}
+                how = transformers.ContinuousBatchingConfig(**sizes)
+                run = model.continuous_batching_context_manager(continuous_batching_config=how)
+                serve = continuous(stack.enter_context(run))
         pipe.send("ready")
         while (asked := pipe.recv()) is not None:
             pipe.send(serve(*asked))
@@ -178,23 +182,42 @@ def pair(model: Path) -> Iterator[Serve]:
         router.close()
 
 
+@attrs.frozen
+class Contender:
+    """How it serves, and its processes."""
+
+    serve: Serve
+    processes: frozenset[int]
+
+    def cpu(self) -> float:
+        """Seconds of CPU that its processes have used."""
+        fields = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.processes)
+        return sum(int(user) + int(system) for _, user, system in (f[10:13] for f in fields)) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def contenders(model: Path) -> Iterator[dict[str, Serve]]:
+def contenders(model: Path) -> Iterator[dict[str, Contender]]:
     """All of them, started, by name."""
     with ExitStack() as stack:
-        found = {"pair": stack.enter_context(pair(model))}
+        serve, before = stack.enter_context(pair(model)), frozenset(map(_pid, active_children()))
+        found = {"pair": Contender(serve, before)}
         for way in ("generate", "continuous", "undivided"):
             pipe = stack.enter_context(child(contender, way, model))
             pipe.recv()
             stack.callback(pipe.send, None)
 
-            def serve(arrivals: Arrivals, new: int, pipe: Connection = pipe) -> list[Answer]:
+            def asked(arrivals: Arrivals, new: int, pipe: Connection = pipe) -> list[Answer]:
                 pipe.send((arrivals, new))
                 answers: list[Answer] = pipe.recv()
                 return answers
 
-            found[way] = serve
+            now = frozenset(map(_pid, active_children()))
+            found[way], before = Contender(asked, now - before), now
         yield {way: found[way] for way in ("generate", "continuous", "undivided", "pair")}
+
+
+def _pid(process: BaseProcess) -> int:
+    return process.pid or 0
 
 
 def prompts(count: int, length: int, vocab: int, seed: str) -> list[list[int]]:
@@ -208,34 +231,40 @@ def differ(found: Mapping[str, list[Answer]]) -> int:
     return sum(a.tokens != b.tokens for answers in others for a, b in zip(first, answers, strict=True))
 
 
-def batches(ways: Mapping[str, Serve], rounds: int, sizes: tuple[int, int, int]) -> dict[str, Any]:
-    """Tokens a second by size of the batch and contender, one for each round; a round before is not counted."""
+def batches(ways: Mapping[str, Contender], rounds: int, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """Tokens a second, and of CPU, by size of the batch and contender: one for each round but the first."""
     length, new, vocab = sizes
     kept: dict[str, Any] = {}
     for batch in BATCHES:
-        rates: dict[str, list[float]] = {way: [] for way in ways}
+        kept[str(batch)] = of = {name: {way: [] for way in ways} for name in ("rates", "cpu")}
         others = 0
         for n in range(-1, rounds):
             asked = [(0.0, prompt) for prompt in prompts(batch, length, vocab, f"{batch} {n}")]
-            found = {way: serve(asked, new) for way, serve in ways.items()}
+            found = {}
+            for way, each in ways.items():
+                before = each.cpu()
+                found[way] = each.serve(asked, new)
+                if n >= 0:
+                    of["rates"][way].append(batch * new / max(answer.at[-1] for answer in found[way]))
+                    of["cpu"][way].append(batch * new / max(each.cpu() - before, 0.01))
             others += differ(found)
-            for way, answers in found.items() if n >= 0 else ():
-                rates[way].append(batch * new / max(answer.at[-1] for answer in answers))
-        kept[str(batch)] = rates | {"others": others}
-        base = rates["generate"]
+        kept[str(batch)]["others"] = others
         for way in ways:
-            times = median(mine / theirs for mine, theirs in zip(rates[way], base, strict=True))
-            print(f"batch {batch} {way:11}: {median(rates[way]):6.1f} tokens/s, {times:.2f} of generate", flush=True)
+            shown = [
+                f"{median(by[way]):6.1f} ({median(x / y for x, y in zip(by[way], by['generate'], strict=True)):.2f})"
+                for by in (of["rates"], of["cpu"])
+            ]
+            print(f"batch {batch} {way:11}: {shown[0]} tokens/s, {shown[1]} a second of CPU", flush=True)
     return kept
 
 
 def loads(
-    ways: Mapping[str, Serve], rates: Sequence[float], rounds: int, count: int, sizes: tuple[int, int, int]
+    ways: Mapping[str, Contender], rates: Sequence[float], rounds: int, count: int, sizes: tuple[int, int, int]
 ) -> list[dict[str, Any]]:
     """What each contender that takes requests at any time makes of each rate: one entry for each round."""
     length, new, vocab = sizes
     kept = []
-    able = {way: serve for way, serve in ways.items() if way != "generate"}
+    able = {way: each.serve for way, each in ways.items() if way != "generate"}
     for rate in rates:
         for n in range(rounds):
             dice, at, asked = random.Random(f"{rate} {n}"), 0.0, []

@@ -1,4 +1,4 @@
-"""Requests that their client cancels, in every state: no page stays behind, and the others go on."""
+"""A decode engine whose pages are few: requests are cancelled in every state, and it drains and sleeps meanwhile."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -71,9 +71,7 @@ def test_a_cancelled_request_leaves_no_page(pair: tuple[Router, Engines], state:
     assert (cancelled.error, cancelled.stats) == ("cancelled", None)
     assert len(cancelled.tokens) < NEW
     others = [request for request in router.requests if request is not cancelled]
-    one = Undivided(*MODELS, pages=64)
-    right = one.generate_all([(request.prompt.tokens, SamplingParams()) for request in others], NEW)
-    assert [request.tokens for request in others] == [result.tokens for result in right]
+    assert right(others)
     assert max(request.stats["available"] for request in others if request.stats) == [PAGES, PAGES]
 
 
@@ -97,3 +95,50 @@ def test_a_request_is_cancelled_while_it_is_fetched(pair: tuple[Router, Engines]
     stats = router.requests[1].stats
     assert stats is not None
     assert stats["available"] == [PAGES, PAGES]
+
+
+def right(requests: list[Request]) -> bool:
+    """Whether one undivided engine writes the same."""
+    one = Undivided(*MODELS, pages=64)
+    results = one.generate_all([(request.prompt.tokens, SamplingParams()) for request in requests], NEW)
+    return [request.tokens for request in requests] == [result.tokens for result in results]
+
+
+def test_what_gave_way_is_finished_before_the_engine_drains(pair: tuple[Router, Engines]) -> None:
+    """Requests that had no token yet are refused; those that wait to come back are served to their end."""
+    router, engines = pair
+    router.submit([prompt(n) for n in range(7)], NEW)
+    gave_way: list[Request] = []
+
+    def on_news(request: Request) -> None:
+        if not gave_way and "gave_way" in request.at:
+            gave_way.append(request)
+            engines.signal("decode-0", signal.SIGTERM)
+
+    while engines.exit_status("decode-0") is None:
+        router._turn(on_news)
+    router._turn(on_news)
+    assert engines.exit_status("decode-0") == 0
+    assert gave_way[0].stats is not None
+    assert gave_way[0].stats["gave_way"] > 0
+    assert right([request for request in router.requests if request.stats is not None])
+    lost = {why for request in router.requests for why in request.lost}
+    assert lost <= {"this engine drains: ask another", "decode-0 is gone"}
+
+
+def test_what_gave_way_comes_back_into_other_memory(pair: tuple[Router, Engines]) -> None:
+    """The engine sleeps once nothing is decoded, and forgets all rows."""
+    router, engines = pair
+    asleep: list[Request] = []
+
+    def on_news(request: Request) -> None:
+        if not asleep and "gave_way" in request.at:
+            asleep.append(request)
+            engines.signal("decode-0", signal.SIGUSR1)
+
+    router.submit([prompt(n) for n in range(7)], NEW)
+    router.collect(on_news)
+    assert asleep
+    assert [request.error for request in router.requests] == 7 * [None]
+    assert right(router.requests)
+    assert all("POOL_MOVED" in why for request in router.requests for why in request.lost)
