@@ -59,6 +59,7 @@ def collected(router: Router, cancels: Callable[[Request], bool], count: int) ->
 
 STATES: dict[str, Callable[[Request], bool]] = {
     "waits": lambda request: request.number == 6,
+    "is handed over": lambda request: request.number == 1 and "prefilled" in request.at,
     "is decoded": lambda request: request.number == 1 and len(request.tokens) > 4,
     "gave way": lambda request: "gave_way" in request.at and not request.over,
 }

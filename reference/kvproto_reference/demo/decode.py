@@ -66,6 +66,8 @@ class Job:
     """The word "arrived" or "lost" of each rank's fetch."""
     pages_free: set[int] = attrs.Factory(set)
     """Ranks on which nothing can write the pages any more."""
+    dropped: bool = False
+    """Whether it was given up while it was fetched."""
     gave_way: int = 0
     """How often it lost its pages while it was decoded."""
 
@@ -232,6 +234,7 @@ class DecodeProcess(EngineProcess):
     def on_drop(self, rank: int, word: dict[str, Any]) -> None:
         """The router or its client has given the request up: drop it, whether it waits, is being fetched or decoded."""
         if (fetching := self._fetching.get(word["id"])) is not None:
+            fetching.dropped = True  # it may have arrived by now
             for fetch in fetching.fetches.values():
                 fetch.abort("dropped by the router")
         for sequence in [sequence for sequence, job in self._of.items() if job.id == word["id"]]:
@@ -384,6 +387,7 @@ class DecodeProcess(EngineProcess):
         lost = next((w for w in words if w["op"] == "lost"), None)
         if lost is not None:
             self.tell("failed", id=job.id, error=lost["error"], code=lost["code"])
+        if lost is not None or job.dropped:
             self._free_lost(job)
             return
         self._received(job)
@@ -420,7 +424,7 @@ class DecodeProcess(EngineProcess):
             self.draft.run([Chunk(prompt[at : at + step], at, table, unread=True)])
 
     def on_pages_free(self, rank: int, word: dict[str, Any]) -> None:
-        """Nothing can write a lost request's pages on one rank any more."""
+        """Nothing can write the pages of a request that is lost or dropped on one rank any more."""
         job = self._fetching[word["id"]]
         job.pages_free.add(rank)
         if len(job.verdicts) == self.ranks:
