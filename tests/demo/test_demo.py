@@ -25,6 +25,7 @@ from kvproto.transport.nixl.direct import Costs
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto_reference.demo.__main__ import main
 from kvproto_reference.demo.options import parse
+from kvproto_reference.errors import EngineError
 from tests.processes import Command, Ended, imported
 
 imported("kvproto_reference.demo.__main__", "rich.live")
@@ -184,6 +185,34 @@ def test_sampling(how: str, prompts: Path) -> None:
     told = right("--sampling", how, "--prompt-file", prompts, "--max-new", "24")
     if "stop" in how:
         assert any(request["text"].endswith("the") for request in told["requests"])
+
+
+@pytest.mark.parametrize(
+    ("args", "likeliest"),
+    [("--prefill-tp 2 --decode-tp 1", 3), ("--prefill-tp 1 --decode-pp 2 --draft eagle", 0)],
+    ids=["drawn, with the likeliest", "the drawn token alone"],
+)
+def test_log_probabilities(args: str, likeliest: int, prompts: Path) -> None:
+    """Those of the first token come from prefill; all are the model's own, of one undivided engine."""
+    how = json.dumps({"temperature": 1, "seed": 3, "logprobs": likeliest})
+    result = demo(*args.split(), "--sampling", how, "--prompt-file", prompts, "--max-new", "12", "--json")
+    told = report(result)
+    assert (result.status, told["verdicts"].pop("logprobs")) == (0, True), result.said
+    for request in told["requests"]:
+        assert [[found[0][0], len(found)] for found in request["logprobs"]] == [
+            [token, 1 + likeliest] for token in request["tokens"]
+        ]
+        for found in request["logprobs"]:
+            values = [p for _, p in found[1:]]
+            assert values == sorted(values, reverse=True)
+            assert found[0][1] <= max([0.0, *values])
+
+
+def test_log_probabilities_that_an_engine_does_not_have(tmp_path: Path) -> None:
+    options = ["--dir", str(tmp_path / "kv"), "--max-logprobs"]
+    assert parse("decode", [*options, "2"]).max_logprobs == 2
+    with pytest.raises(EngineError, match="--max-logprobs must be at least 0, not -1"):
+        parse("decode", [*options, "-1"])
 
 
 def test_one_rank_sends_what_several_have(prompts: Path) -> None:
@@ -376,6 +405,26 @@ def test_many_requests_and_few_pages(more: tuple[str, ...], tmp_path: Path) -> N
     told = report(result)
     assert told["identical"], result.said
     assert [request["lost"] for request in told["requests"]] == 20 * [[]]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        '--decode-tp 2 --sampling {"temperature":1,"seed":3}',
+        "--decode-tp 2 --dcp 2 --target gqa --intent",
+        "--spans --part 1 --decode-pp 2",
+        "--draft eagle --cold-draft zero",
+        "--cold-draft zero",
+        "--speculate 0 --decode-framework jax",
+    ],
+)
+def test_answers_outgrow_the_pages(args: str, tmp_path: Path) -> None:
+    """The youngest gives way and is computed again by decode: tokens and acceptance are those of one engine."""
+    words = "times Alice was beginning to get very tired of sitting by her sister"
+    path = bad_prompts(tmp_path, "\n\n".join(f"{n} {words}"[: 30 + 6 * n] for n in range(7)))
+    told = right(*args.split(), "--prompt-file", path, "--pages", "9", "--max-new", "60", "--prefill-tp", "1")
+    assert sum(request["gave_way"] for request in told["requests"]) > 0
+    assert [request["lost"] for request in told["requests"]] == 7 * [[]]
 
 
 def test_more_ranks_than_heads() -> None:

@@ -58,6 +58,8 @@ class World:
     lengths: list[int]
     counts: list[int]
     seed: int
+    heads: list[int] | None = None
+    """The KV head that each query head reads, unless it is as in HEADS."""
 
     def __attrs_post_init__(self) -> None:
         draw = torch.Generator().manual_seed(self.seed)
@@ -76,7 +78,7 @@ class World:
     def dense(self) -> torch.Tensor:
         """Attention of every token of the step to all rows up to its own, in float64."""
         found, at = [], 0
-        kv = HEADS[self.config.kind]
+        kv = self.heads or HEADS[self.config.kind]
         for k, v, n, count in zip(self.k, self.v, self.lengths, self.counts, strict=True):
             for i in range(count):
                 bound = n - count + i + 1
@@ -110,7 +112,8 @@ class World:
             for part, rows in (("k", k), ("v", v)) if self.config.kind == "gqa" else (("latent", k),):
                 pool.tensors[0, part].flatten(0, 1)[slots[slots >= 0]] = rows[:held][slots >= 0]
         batch = batch_of(spans, shard)
-        kernel = TorchKernel(pool, HEADS[self.config.kind], HEADS[self.config.kind])
+        heads = self.heads or HEADS[self.config.kind]
+        kernel = TorchKernel(pool, heads, heads)
         kernel.plan(batch)
         return kernel, batch
 
@@ -148,6 +151,15 @@ def test_any_deal_is_dense_attention(world: World) -> None:
         over_pool.append(kernel.new(world.q, world.new()))
     assert error(merge(over_pool).out, wanted) < 1e-5
     assert error(merge(by_token).out, wanted) < 1e-5
+
+
+@settings(max_examples=120, deadline=None)
+@given(worlds(), st.booleans())
+def test_a_rank_that_has_all_rows_attends_in_one_pass(world: World, uneven: bool) -> None:
+    """Also if one KV head has more query heads than another; rows of other sequences are NaN, and never read."""
+    heads = [0, 1, 1, 1] if uneven and world.config.kind == "gqa" else None
+    alone = attrs.evolve(world, group=group_of(world.config, 1, 1, world.group.rows), heads=heads)
+    assert error(alone.rank(0, whole=True)[0].alone(0, alone.q), alone.dense()) < 1e-5
 
 
 def test_ranks_without_tokens_are_neutral() -> None:

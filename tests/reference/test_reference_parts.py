@@ -1,4 +1,4 @@
-"""Allocator, checkpoints, config and tokenizer."""
+"""Allocator, checkpoints, config, tokenizer and products."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,12 +6,15 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvproto_reference import checkpoint
 from kvproto_reference.cache import PageAllocator
 from kvproto_reference.data import documents, load_text, passages
 from kvproto_reference.errors import EngineError, OutOfPages
 from kvproto_reference.models import Decoder, ModelConfig
+from kvproto_reference.models.common import product
 from kvproto_reference.presets import PRESETS
 from kvproto_reference.tokenizer import EOS, decode, encode
 from kvproto_reference.train import train
@@ -109,3 +112,16 @@ def test_documents_end_with_eos() -> None:
     assert all([*encode(document.encode()), EOS] in whole for document in documents(text))
     assert 5 <= len(documents(text)) <= len(whole)
     assert max(map(len, documents(text))) <= 400
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 5), max_size=2), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.booleans())
+def test_products_of_few_rows(dims: list[int], width: int, out: int, bias: bool, double: bool) -> None:
+    """[..., in] times [out, in], whichever comes first."""
+    draw = torch.Generator().manual_seed(len(dims) + width + out)
+    x, matrix, more = (torch.randn(*shape, generator=draw) for shape in ((*dims, width), (out, width), (out,)))
+    x, matrix, more = (each.double() if double else each for each in (x, matrix, more))
+    found = product(x, matrix, more if bias else None)
+    assert (found.shape, found.is_contiguous()) == ((*dims, out), True)
+    wanted = torch.einsum("...i,oi->...o", x.double(), matrix.double()) + (more.double() if bias else 0)
+    assert torch.allclose(found.double(), wanted, atol=1e-4)

@@ -4,11 +4,13 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproto_reference.checkpoint import CHECKPOINTS
 from kvproto_reference.data import load_text, paragraphs
+from kvproto_reference.engine import logprobs
 from kvproto_reference.engine.sampling import SamplingParams, penalized, probabilities, sample
 from kvproto_reference.engine.undivided import Undivided
 from kvproto_reference.errors import EngineError
@@ -100,3 +102,21 @@ def test_words_that_end_the_text() -> None:
 def test_what_is_out_of_range(said: dict[str, object], says: str) -> None:
     with pytest.raises(EngineError, match=says):
         SamplingParams.of(said)
+
+
+@given(st.lists(st.floats(-30, 30), min_size=4, max_size=12), st.integers(0, 3), st.integers(0, 3), st.integers(0, 2))
+def test_log_probabilities_and_their_bytes(values: list[float], token: int, count: int, more: int) -> None:
+    """Of the drawn token and the likeliest; an engine that has room for more hands zeros over in their place."""
+    scores = np.array(values)
+    found = logprobs.of(scores, token, count)
+    wanted = torch.log_softmax(torch.tensor(values, dtype=torch.float64), -1)
+    np.testing.assert_allclose([p for _, p in found], [float(wanted[t]) for t, _ in found], atol=1e-9)
+    assert found[0][0] == token
+    np.testing.assert_allclose([p for _, p in found[1:]], wanted.sort(descending=True).values[:count], atol=1e-9)
+    data = logprobs.to_parts(found, count + more)
+    assert {name: len(each) for name, each in data.items()} == {
+        n: s for n, (_, s) in logprobs.parts(count + more).items()
+    }
+    again = logprobs.from_parts(data, token, count)
+    assert [t for t, _ in again] == [t for t, _ in found]
+    np.testing.assert_allclose([p for _, p in again], [p for _, p in found], atol=1e-5)

@@ -26,6 +26,7 @@ RUNS = [
     "latency_host --rounds 1 --pushes 2",
     "plan --rounds 1",
     "seeing --rounds 1",
+    "serving --quick --rounds 1",
     "session --quick floods frames held",
     "session --quick latency many messages transfers sessions",
     "spread",
@@ -37,7 +38,13 @@ RUNS = [
     "worst_cases --rounds 1",
 ]
 """Without part `recovery` of `session`: it waits 10 s until a source that is stopped is suspect."""
-NEEDS = {"codec": "msgspec", "dcp_gpu": "torch", "tiers_stores": "rocksdict", "transfer_host": "nixl"}
+NEEDS = {
+    "codec": "msgspec",
+    "dcp_gpu": "torch",
+    "serving": "transformers",
+    "tiers_stores": "rocksdict",
+    "transfer_host": "nixl",
+}
 """Packages without which a script is skipped here."""
 GPUS, VLLM = "needs GPUs", "needs vLLM, which takes a minute to start"
 LEFT_OUT = {

@@ -38,6 +38,13 @@ class Kernel(Protocol):
         """Causal attention over the new tokens of the same span; q [tokens, heads, row_dim] has this rank's heads."""
         ...
 
+    def alone(self, layer: int, q: Tensor) -> Tensor | None:
+        """Attention [tokens, heads, width] of each token over all rows up to its own, new ones stored among them.
+
+        It is called if this rank has all rows, so that no part is merged; None: this kernel makes parts all the same.
+        """
+        return None
+
     def merge(self, parts: Sequence[Found]) -> Partial:
         """Attention over the union of disjoint sets of tokens."""
         return merge([part.natural() for part in parts])

@@ -8,6 +8,7 @@ from ..cache.pool import KVPool
 from ..models import Attention, Rows
 from .base import Exchange, Kernel
 from .batch import Batch
+from .exchange import Alone
 from .lse import Found
 
 __all__ = ["PagedAttention"]
@@ -19,6 +20,7 @@ class PagedAttention(Attention):
     def __init__(self, pool: KVPool, kernel: Kernel, exchange: Exchange, by_token: bool = False) -> None:
         """With `by_token` the pool is read once for each token, with its own bound; see `Kernel.pool_by_token`."""
         self.pool, self._kernel, self._exchange, self._by_token = pool, kernel, exchange, by_token
+        self._alone = isinstance(exchange, Alone) and not by_token
 
     def begin(self, batch: Batch, places: Tensor | None = None) -> None:
         """Set the arrays of the step that the next layers belong to; raises EngineError for pages outside the pool.
@@ -38,6 +40,8 @@ class PagedAttention(Attention):
     def attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
         batch = self._batch
         self.pool.write(layer, self._slots, rows)
+        if self._alone and (out := self._kernel.alone(layer, q)) is not None:
+            return out
         parts: list[Found] = []
         if batch.prefix or self._by_token:
             over_pool = self._kernel.pool_by_token if self._by_token else self._kernel.pool

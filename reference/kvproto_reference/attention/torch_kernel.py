@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache.pool import KVPool
@@ -22,38 +24,51 @@ __all__ = ["TorchKernel"]
 
 
 class TorchKernel(Kernel):
-    """Attention by page table over one rank's pool: the pages of a span are gathered, then masked by its bound."""
+    """Attention by page table over one rank's pool: the pages of a span are gathered, then masked by its bound.
+
+    If nothing is merged (`alone`), rows are gathered instead, by the head that reads them, for torch's fused attention.
+    """
 
     def __init__(self, pool: KVPool, group_heads: Sequence[int], own_heads: Sequence[int]) -> None:
         """The index in the pool of the KV head that each query head reads, of the DCP group and of this rank."""
         self._pool, self._scale = pool, pool.config.score_scale
         self._values = pool.config.value_dim
         self._group_heads, self._own_heads = (torch.tensor(h, device=pool.device) for h in (group_heads, own_heads))
+        # query heads that read one KV head are rows of one product, unless a KV head has more of them than another
+        kv_heads, shared = sorted(set(own_heads)), len(own_heads) // len(set(own_heads))
+        even = list(own_heads) == [head for head in kv_heads for _ in range(shared)]
+        self._read_heads = np.array(kv_heads if even else own_heads)
 
     def plan(self, batch: Batch) -> None:
-        self._batch = batch
-        counts = np.diff(batch.starts)
-        self._by_span = self._reads(batch, np.arange(len(counts)), batch.bounds)
-        self._by_token = self._reads(batch, np.repeat(np.arange(len(counts)), counts), batch.token_bounds)
-        # token `at[span, i]` of the step is the span's i-th; spans are padded to the longest with their last token
-        nth = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
-        self._at = self._device(batch.starts[:-1, None] + nth)
-        span = np.repeat(np.arange(len(counts)), counts)
-        self._where = self._device(span), self._device(np.arange(batch.tokens) - batch.starts[span])
-        seen = (span[:, None] == span) & (batch.positions[:, None] >= batch.positions)
-        self._seen = self._device(seen)
+        self._step = _Step(batch, self._pool, self._read_heads)
 
     def pool(self, layer: int, q: Tensor) -> Partial:
-        return self._attend(layer, q[self._at], *self._by_span)[self._where]
+        step = self._step
+        return self._attend(layer, q[step.at], *step.by_span)[step.where]
 
     def pool_by_token(self, layer: int, q: Tensor) -> Partial:
-        return self._attend(layer, q[:, None], *self._by_token)[:, 0]
+        return self._attend(layer, q[:, None], *self._step.by_token)[:, 0]
 
     def new(self, q: Tensor, rows: Rows, which: Tensor | None = None) -> Partial:
         """As `Kernel.new`; `which` [n] are the tokens of the step that the queries belong to, if not all."""
         k, v = self._keys_values(rows, self._own_heads)
-        seen = self._seen if which is None else self._seen[which]
+        seen = self._step.seen if which is None else self._step.seen[which]
         return _attend(q[None], k[None], v[None], seen[None], self._scale)[0]
+
+    def alone(self, layer: int, q: Tensor) -> Tensor:
+        step, kv, width = self._step, len(self._read_heads), q.shape[-1]
+        spans, n = step.at.shape
+        rows = [self._rows(layer, part, step.rows).view(spans, kv, -1, width) for part in self._pool.config.parts]
+        # [spans, n, KV heads, heads of each, d]: the queries of a span that read one head are those of one product
+        asked = q[step.at].view(spans, n, kv, -1, width).permute(0, 2, 3, 1, 4).reshape(spans, kv, -1, width).float()
+        shared = asked.shape[2] // n
+        mask = step.mask if n == 1 else step.mask.repeat(1, 1, shared, 1)
+        out = F.scaled_dot_product_attention(asked, rows[0], rows[-1], mask, scale=self._scale)[..., : self._values]
+        out = out.view(spans, kv, shared, n, -1).permute(0, 3, 1, 2, 4).reshape(spans, n, kv * shared, -1)
+        return (out[:, 0] if n == 1 else out[step.where]).to(q.dtype)
+
+    def _rows(self, layer: int, part: str, rows: Tensor) -> Tensor:
+        return self._pool.tensors[layer, part].flatten(0, 2).index_select(0, rows).float()
 
     def _attend(self, layer: int, q: Tensor, table: Tensor, bounds: Tensor) -> Partial:
         """q [spans, n, heads, d], table [spans, pages], bounds [spans]."""
@@ -67,13 +82,80 @@ class TorchKernel(Kernel):
         v = rows.get("v", k)
         return k[..., heads, :], v[..., heads, : self._values]
 
-    def _reads(self, batch: Batch, spans: Ints, bounds: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+
+class _Step:
+    """The arrays of a step on the device, each made when it is first read."""
+
+    def __init__(self, batch: Batch, pool: KVPool, heads: Ints) -> None:
+        self._batch, self._pool, self._heads = batch, pool, heads
+        self._counts = np.diff(batch.starts)
+        self._span = np.repeat(np.arange(len(self._counts)), self._counts)
+
+    @cached_property
+    def by_span(self) -> tuple[Tensor, Tensor]:
+        """Page tables of the spans, and how many of their rows are read."""
+        return self._reads(np.arange(len(self._counts)), self._batch.bounds)
+
+    @cached_property
+    def by_token(self) -> tuple[Tensor, Tensor]:
+        """The same of each token's span."""
+        return self._reads(self._span, self._batch.token_bounds)
+
+    @cached_property
+    def _nth(self) -> Ints:
+        """A span's tokens [spans, n]; spans are padded to the longest with their last token."""
+        nth: Ints = np.minimum(np.arange(self._counts.max()), self._counts[:, None] - 1)
+        return nth
+
+    @cached_property
+    def at(self) -> Tensor:
+        """Token `at[span, i]` of the step is the span's i-th."""
+        return self._device(self._batch.starts[:-1, None] + self._nth)
+
+    @cached_property
+    def where(self) -> tuple[Tensor, Tensor]:
+        """The span of each token, and its number there."""
+        nth = np.arange(self._batch.tokens) - self._batch.starts[self._span]
+        return self._device(self._span), self._device(nth)
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """Whether a token [tokens] sees the row of a new token [tokens]."""
+        span, positions = self._span, self._batch.positions
+        return self._device((span[:, None] == span) & (positions[:, None] >= positions))
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Rows of the pool by KV head [spans * heads * m] that a span sees, padded with its first."""
+        size, most = self._pool.page_size, self._longest
+        slots = np.empty((len(most), most.max()), np.int64)
+        for row, span, n in zip(slots, self._batch.spans, most, strict=True):
+            pages = np.asarray(span.pages[: -(-n // size)], np.int64)
+            row[:n] = (pages[:, None] * size + np.arange(size)).ravel()[:n]
+            row[n:] = row[0]
+        kv_heads = next(iter(self._pool.tensors.values())).shape[2]
+        return self._device((slots[:, None] * kv_heads + self._heads[:, None]).ravel())
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """0 or minus infinity [spans, 1, n, m], by the rows that a token sees; what a token is padded with sees all."""
+        bounds = self._batch.token_bounds[self._batch.starts[:-1, None] + self._nth]
+        sees = np.arange(self._longest.max()) < bounds[..., None]
+        return self._device(np.where(sees, 0, -np.inf).astype(np.float32))[:, None]
+
+    @property
+    def _longest(self) -> Ints:
+        """The rows that the last token of each span sees."""
+        most: Ints = self._batch.token_bounds[self._batch.starts[1:] - 1].astype(np.int64)
+        return most
+
+    def _reads(self, spans: Ints, bounds: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
         """Page tables of these spans, padded with page 0 [n, pages], and how many of their rows are read [n]."""
         size = self._pool.page_size
         most = max(-(-int(bounds.max()) // size), 1)
         table = np.zeros((len(spans), most), np.int64)
         for i, span in enumerate(spans):
-            some = batch.spans[span].pages[:most]
+            some = self._batch.spans[span].pages[:most]
             table[i, : len(some)] = some
         return self._device(table), self._device(bounds)
 

@@ -146,7 +146,7 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
             continue
         if engine.rounds and request.prompt.sampling.plain and request.tokens != result.tokens:
             lag = engine.lag(request.prompt.tokens, request.tokens)
-        found.append(Compared(request, result.tokens, result.stats, engine.rounds, lag))
+        found.append(Compared(request, result.tokens, result.stats, engine.rounds, lag, result.logprobs))
     return found
 
 

@@ -178,7 +178,7 @@ def _add_prompts(add: Callable[..., object]) -> None:
     add("--prompt-file", type=Path, help="prompts separated by blank lines")
     add("--chat", action="store_true", help="treat each prompt as a user's message, in the model's chat template")
     how = """how to sample all prompts, such as '{"temperature": 0.8, "top_p": 0.9, "stop": ["."]}'; also seed, top_k,
-        repetition, presence, frequency and ignore_eos (default: greedy, but one prompt)"""
+        repetition, presence, frequency, ignore_eos and logprobs (default: greedy, but one prompt)"""
     add("--sampling", type=_sampling, metavar="JSON", help=how)
     add("--max-new", type=int, default=48, help="tokens to generate for each prompt (default 48)")
     add("--speculate", type=int, default=4, help=SPECULATE)

@@ -1,7 +1,6 @@
 """`kvproto-decode`: fetches the caches of target and draft by ticket and decodes speculatively."""
 
 import sys
-from collections import deque
 from typing import Any
 
 import attrs
@@ -22,13 +21,16 @@ from kvproto.events import (
     Suspected,
 )
 
+from ..engine import logprobs
+from ..engine.admission import Admission
 from ..engine.claims import Claim, claimed
 from ..engine.description import FIRST, HIDDEN, bytes_a_token, caches, hidden_from, hidden_of, hidden_type
 from ..engine.launch import launch
 from ..engine.lockstep import Said
+from ..engine.prefill import Prefiller
 from ..engine.prefix import PrefixCache
 from ..engine.runner import Chunk
-from ..engine.sequence import TokenSequence, rows_needed
+from ..engine.sequence import TokenSequence
 from ..engine.speculative import SpeculativeDecoder
 from ..engine.world import World
 from ..errors import EngineError, code_of
@@ -64,11 +66,10 @@ class Job:
     """The word "arrived" or "lost" of each rank's fetch."""
     pages_free: set[int] = attrs.Factory(set)
     """Ranks on which nothing can write the pages any more."""
-
-    @property
-    def rows(self) -> int:
-        """The most rows that the caches will hold."""
-        return rows_needed(len(self.prompt), self.sequence.max_new)
+    dropped: bool = False
+    """Whether it was given up while it was fetched."""
+    gave_way: int = 0
+    """How often it lost its pages while it was decoded."""
 
 
 class DecodeProcess(EngineProcess):
@@ -93,21 +94,24 @@ class DecodeProcess(EngineProcess):
         """The last sentence on stderr about each rank's sources."""
         self._tired = False
         """Whether to sleep as soon as nothing is being decoded."""
-        self._queue: deque[Job] = deque()
+        self._admission = Admission(self._prefixes, self.need, options.speculate if self.draft is not None else 0)
+        self._again = Prefiller(self.target, self.draft, options.chunk)
+        """Computes requests that gave way again."""
+        self._of: dict[TokenSequence, Job] = {}
+        """Requests that wait or are decoded."""
         self._fetching: dict[str, Job] = {}
         self._ids: dict[Fetch, str] = {}
-        self._running: dict[TokenSequence, Job] = {}
 
     @property
     def busy(self) -> bool:
         """Whether a request is being decoded."""
-        return bool(self._running)
+        return bool(self._admission.running)
 
     @property
     def held(self) -> bool:
         """Whether a request is not over; a lost one is, though it may still wait for proof about its pages."""
         waits = (job for job in self._fetching.values() if len(job.verdicts) < self.ranks)
-        return bool(self._running or self._queue or any(waits))
+        return bool(self._of or any(waits))
 
     def words(self, rank: int, event: Event) -> Said:
         """Words for what happened to a source or to a fetch."""
@@ -126,11 +130,9 @@ class DecodeProcess(EngineProcess):
                 return [{"op": "peer", "event": "refused", "peer": event.peer, "error": error, "misfit": not fits}]
             case Arrived(fetch):
                 handed = event.handoff.get(FIRST, {})
-                token, hidden = handed.get("token"), handed.get(HIDDEN)
                 return [{
                     "op": "arrived", "id": self._ids[fetch], "seconds": event.seconds,
-                    "first": None if token is None else int.from_bytes(token, "little"),
-                    "hidden": None if hidden is None else hidden.hex(),
+                    "first": {part: data.hex() for part, data in handed.items()},
                     "bytes": {str(source): count for source, count in event.bytes.items()},
                     "checksums": [[source, group, f"{sum:016x}"] for (source, group), sum in event.checksums.items()],
                 }]  # fmt: skip
@@ -169,8 +171,9 @@ class DecodeProcess(EngineProcess):
     def advance(self) -> None:
         """Fetch the requests there are pages for, and decode one step of all that have arrived."""
         self._use_pages()
+        self._again.step()
         if self._decode():
-            self._use_pages()  # what is over has freed some, and no word tells of it
+            self._use_pages()  # what is over or gave way has freed some, and no word tells of it
         if self._tired:
             self.on_sleep(0, {})
 
@@ -213,8 +216,8 @@ class DecodeProcess(EngineProcess):
             self._warned[rank] = sentence
 
     def on_sleep(self, rank: int, word: dict[str, Any]) -> None:
-        """Sleep once the running requests are decoded to their end: sleep would lose their rows."""
-        self._tired = bool(self._running)
+        """Sleep once the running requests have ended or given way: sleep would lose their rows."""
+        self._tired = self.busy
         if not self._tired:
             super().on_sleep(rank, word)
 
@@ -223,31 +226,49 @@ class DecodeProcess(EngineProcess):
         self._prefixes.clear()
 
     def on_drain(self, rank: int, word: dict[str, Any]) -> None:
-        """Drain, and refuse the requests that wait for pages."""
+        """Drain, and refuse the requests that wait for their first pages."""
         super().on_drain(rank, word)
-        for job in self._queue:
-            self._drop(job)
-            self._refuse(job.id)
-        self._queue.clear()
+        for sequence in [s for s in self._admission.waiting if not s.generated]:
+            self._refuse(self._forget(sequence).id)
 
     def on_drop(self, rank: int, word: dict[str, Any]) -> None:
-        """The router has given the request up here: drop it, whether it waits, is being fetched or decoded."""
-        for job in [job for job in self._queue if job.id == word["id"]]:
-            self._queue.remove(job)
-            self._drop(job)
+        """The router or its client has given the request up: drop it, whether it waits, is being fetched or decoded."""
         if (fetching := self._fetching.get(word["id"])) is not None:
+            fetching.dropped = True  # it may have arrived by now
             for fetch in fetching.fetches.values():
                 fetch.abort("dropped by the router")
-        for job in [job for job in self._running.values() if job.id == word["id"]]:
-            del self._running[job.sequence]
-            self.rest()
-            self._leave(job.sequence, job.sequence.shared)
-            self.tell("dropped", id=job.id, available=(self.kept or self._prefixes).available)
+        for sequence in [sequence for sequence, job in self._of.items() if job.id == word["id"]]:
+            self._free(sequence)
+            self._forget(sequence)
+            self.tell("dropped", id=word["id"], available=self._available)
 
-    def _drop(self, job: Job) -> None:
-        """Forget a request that waited for pages."""
+    def _free(self, sequence: TokenSequence) -> None:
+        """Take the pages of a request back that is decoded, if it is, and keep those of rows for others."""
+        if sequence in self._admission.running:
+            rows = self._again.drop(sequence) if sequence in self._again else sequence.shared
+            self.rest()
+            self._leave(sequence, rows)
+
+    def _forget(self, sequence: TokenSequence) -> Job:
+        """Forget a request that waits or is decoded."""
+        job = self._of.pop(sequence)
+        self._admission.forget(sequence)
         if self.kept is not None:
             self.kept.drop(job.id)
+        return job
+
+    def _give_way(self, sequence: TokenSequence) -> None:
+        """Take the pages of a request for an older one; once there are some again, its rows are computed here."""
+        job = self._of[sequence]
+        self._free(sequence)
+        sequence.tables, sequence.hidden = [], None
+        job.gave_way += 1
+        self.tell("gave_way", id=job.id, tokens=len(sequence.generated))
+
+    @property
+    def _available(self) -> list[int]:
+        """Pages of each model's pool that no request holds."""
+        return (self.kept or self._prefixes).available
 
     def _refuse(self, id: str) -> None:
         self.tell("failed", id=id, error="this engine drains: ask another", code="DRAINING")
@@ -260,41 +281,59 @@ class DecodeProcess(EngineProcess):
         try:
             sequence = self.sequence(word)
             job = Job(word["id"], read_ticket(word["ticket"]), Prompt(word["prompt"]), sequence)
-            self.check_room(job.rows)
+            self.check_room(sequence.rows())
         except (EngineError, KvprotoError) as error:
             self.tell("failed", id=word["id"], error=str(error), code=code_of(error))
             return
-        self._queue.append(job)
+        self._of[sequence] = job
+        self._admission.add(sequence)
         if self.kept is not None:
             self.kept.begin(job.id, sequence, len(sequence.prompt))
 
     def _fetch(self) -> None:
-        """Fetch the caches of waiting requests while there are pages; Sink takes what it needs of the page tables."""
-        while self._queue:
-            job = self._queue[0]
-            later = self.options.intent or self.options.spans
+        """Fetch the caches of waiting requests while there are pages, or compute them again."""
+        while self._admission.waiting:
+            job = self._of[self._admission.waiting[0]]
+            later = bool((self.options.intent or self.options.spans) and not job.sequence.generated)
             cached = self._take(job, later)
             if later and cached == len(job.prompt):  # nothing is left that could be claimed later
                 self._prefixes.free(job.sequence, 0)
-                later, cached = False, self._prefixes.allocate(job.sequence, self.need(job.rows))
+                later, cached = False, self._admission.take(job.sequence)
             if cached is None:
                 return
-            job.cached, job.claim = cached, Claim(job.sequence, self.need(job.rows)) if later else None
-            self._fetching[job.id] = self._queue.popleft()
-            how: dict[str, Any] = {"spans": self.options.spans} if later else {"pages": self.tables(job.sequence)}
-            for rank, sink in self.sinks.items():
-                try:
-                    fetch = job.fetches[rank] = sink.fetch(job.ticket, job.prompt, cached=cached, **how)
-                    self._ids[fetch] = job.id
-                except KvprotoError as error:
-                    said = {"error": str(error), "code": code_of(error)}
-                    self.said.append({"op": "lost", "rank": rank, "id": job.id, "pages_free": True, **said})
+            self._admission.begin()
+            if job.sequence.generated:
+                self._come_back(job.sequence, cached)
+            else:
+                self._begin(job, cached, later)
+
+    def _begin(self, job: Job, cached: int, later: bool) -> None:
+        """Fetch a request's cache; Sink takes what it needs of the page tables, which have room for the first step."""
+        job.cached, job.claim = cached, Claim(job.sequence, self._admission.step(job.sequence)) if later else None
+        self._fetching[job.id] = self._of.pop(job.sequence)
+        how: dict[str, Any] = {"spans": self.options.spans} if later else {"pages": self.tables(job.sequence)}
+        for rank, sink in self.sinks.items():
+            try:
+                fetch = job.fetches[rank] = sink.fetch(job.ticket, job.prompt, cached=cached, **how)
+                self._ids[fetch] = job.id
+            except KvprotoError as error:
+                said = {"error": str(error), "code": code_of(error)}
+                self.said.append({"op": "lost", "rank": rank, "id": job.id, "pages_free": True, **said})
+
+    def _come_back(self, sequence: TokenSequence, cached: int) -> None:
+        """Compute the rows of a request that gave way again, beside the steps of others, as far as none are kept."""
+        self._again.cold = self._cold and self.options.cold_draft == "zero"
+        if self._again.cold and self.draft is not None:
+            self.draft.clear(sequence.tables[1][self.draft.shard.pages(cached) :])
+        if cached < sequence.due:
+            self._again.add(sequence, cached)
+        self._admission.run(sequence)
 
     def _take(self, job: Job, later: bool) -> int | None:
-        """Give a request its pages; returns how many tokens of its prompt they hold, None while too few are free."""
+        """Give a request its pages; returns how many of its tokens have rows there, None while too few are free."""
         if self.kept is None:
-            return self._prefixes.allocate(job.sequence, self.need(0 if later else job.rows))
-        if (taken := self.kept.allocate(job.id, job.rows)) is None:
+            return self._prefixes.allocate(job.sequence, self.need(0)) if later else self._admission.take(job.sequence)
+        if (taken := self.kept.allocate(job.id, job.sequence.rows())) is None:
             return None
         cached, job.found = taken
         return cached
@@ -312,13 +351,13 @@ class DecodeProcess(EngineProcess):
     def _claim(self) -> None:
         """Claim the pages that are of use, as far as there are free ones."""
         waiting = [job.claim for job in self._fetching.values() if job.claim is not None]
-        running = [sum(len(s.tables[model]) for s in self._running) for model in range(len(self.shards))]
+        running = [sum(len(s.tables[m]) for s in self._admission.running) for m in range(len(self.shards))]
         for job in self._fetching.values():
             claim = job.claim
             if claim is None or (tokens := claim.wanted(self.ranks)) <= claim.tokens:
                 continue
             need = claim.whole if tokens == len(job.prompt) else self.need(tokens)
-            if claimed(claim, need, waiting, running, self._prefixes):
+            if claimed(claim, need, waiting, running, self._prefixes, self._admission.spare):
                 claim.tokens = tokens
                 for fetch in job.fetches.values():
                     fetch.grant(self.tables(job.sequence), tokens)
@@ -348,23 +387,30 @@ class DecodeProcess(EngineProcess):
         lost = next((w for w in words if w["op"] == "lost"), None)
         if lost is not None:
             self.tell("failed", id=job.id, error=lost["error"], code=lost["code"])
+        if lost is not None or job.dropped:
             self._free_lost(job)
             return
-        self._forget(job)
-        first, hidden = next((w["first"], w["hidden"]) for w in words if w["first"] is not None)
+        self._received(job)
+        said = next(w["first"] for w in words if w["first"])
+        handed = {part: bytes.fromhex(data) for part, data in said.items()}
+        first, how = int.from_bytes(handed["token"], "little"), job.sequence.sampling
         if self._cold:
             self._begin_draft(job)
         job.sequence.append([first])
-        job.sequence.hidden = self._hidden(hidden)
+        if how.logprobs is not None:
+            job.sequence.logprobs = [logprobs.from_parts(handed, first, how.logprobs)]
+        job.sequence.hidden = self._hidden(handed.get(HIDDEN))
         fields = [{k: w[k] for k in ("seconds", "bytes", "checksums")} for w in words]
-        self.tell("arrived", id=job.id, ranks=fields, tokens=[first], cached=job.cached, found=job.found)
-        self._running[job.sequence] = job
+        of_tokens = {"tokens": [first], "logprobs": job.sequence.logprobs}
+        self.tell("arrived", id=job.id, ranks=fields, cached=job.cached, found=job.found, **of_tokens)
+        self._of[job.sequence] = job
+        self._admission.run(job.sequence)
 
-    def _hidden(self, said: str | None) -> Tensor | None:
-        """What a head goes on from, as prefill handed it over in hex, or zeros for one that starts cold."""
+    def _hidden(self, handed: bytes | None) -> Tensor | None:
+        """What a head goes on from, as prefill handed it over, or zeros for one that starts cold."""
         if not hidden_of(self.options.configs):
             return None
-        data = bytes.fromhex(said) if said else bytes(hidden_type(self.options.configs)[1])
+        data = handed or bytes(hidden_type(self.options.configs)[1])
         return hidden_from(data, self.options.configs, self.device)
 
     def _begin_draft(self, job: Job) -> None:
@@ -375,10 +421,10 @@ class DecodeProcess(EngineProcess):
             self.draft.clear(table[self.draft.shard.pages(job.cached) :])
             return
         for at in range(job.cached, len(prompt), step):
-            self.draft.run([Chunk(prompt[at : at + step], at, table)])
+            self.draft.run([Chunk(prompt[at : at + step], at, table, unread=True)])
 
     def on_pages_free(self, rank: int, word: dict[str, Any]) -> None:
-        """Nothing can write a lost request's pages on one rank any more."""
+        """Nothing can write the pages of a request that is lost or dropped on one rank any more."""
         job = self._fetching[word["id"]]
         job.pages_free.add(rank)
         if len(job.verdicts) == self.ranks:
@@ -386,39 +432,45 @@ class DecodeProcess(EngineProcess):
 
     def _free_lost(self, job: Job) -> None:
         if len(job.pages_free) == self.ranks:
-            self._forget(job)
+            self._received(job)
             self._leave(job.sequence, 0)
+            self._admission.forget(job.sequence)
+            self.tell("dropped", id=job.id, available=self._available)
 
-    def _forget(self, job: Job) -> None:
+    def _received(self, job: Job) -> None:
         """Forget a request's fetches, of which no more events come."""
         del self._fetching[job.id]
         for fetch in job.fetches.values():
             del self._ids[fetch]
 
     def _decode(self) -> bool:
-        """Compute one speculative step of all running requests together; returns whether one of them is over."""
-        running = list(self._running.values())
-        if not running:
-            return False
-        for job, tokens in zip(running, self._decoder.step([job.sequence for job in running]), strict=True):
+        """Compute one step of all running requests together; returns whether one of them is over or gave way."""
+        before = len(self._admission.running)
+        self._admission.grow(self._give_way)
+        running = [sequence for sequence in self._admission.running if sequence not in self._again]
+        for sequence, tokens in zip(running, self._decoder.step(running) if running else [], strict=True):
             if tokens:
-                self.tell("tokens", id=job.id, tokens=tokens)
-            if job.sequence.finished:
-                del self._running[job.sequence]
-                self.rest()
-                self._leave(job.sequence, job.sequence.shared)
-                stats = job.sequence.stats
-                self.tell(
-                    "finished",
-                    id=job.id,
-                    tokens=job.sequence.generated,
-                    steps=stats.steps,
-                    decoded=stats.tokens,
-                    accepted=stats.accepted,
-                    proposed=stats.proposed,
-                    available=(self.kept or self._prefixes).available,
-                )
-        return len(self._running) < len(running)
+                told = sequence.logprobs[-len(tokens) :]
+                self.tell("tokens", id=self._of[sequence].id, tokens=tokens, logprobs=told)
+            if sequence.finished:
+                self._finish(sequence)
+        return len(self._admission.running) < before
+
+    def _finish(self, sequence: TokenSequence) -> None:
+        """Tell the router that a request is over, and take back its pages."""
+        self._free(sequence)
+        job, stats = self._forget(sequence), sequence.stats
+        self.tell(
+            "finished",
+            id=job.id,
+            tokens=sequence.generated,
+            steps=stats.steps,
+            decoded=stats.tokens,
+            accepted=stats.accepted,
+            proposed=stats.proposed,
+            gave_way=job.gave_way,
+            available=self._available,
+        )
 
 
 def _run(options: EngineOptions, world: World) -> int:

@@ -87,6 +87,8 @@ class EngineOptions:
     """Pages that stay on the host after their requests; 0: none, and no storage."""
     storage: str | None = None
     """Where pages go from the host, as `kvproto.Tiers` takes it; None: nowhere."""
+    max_logprobs: int | None = None
+    """The most likeliest tokens whose log probabilities a request may ask for; None: it may ask for none."""
     intent: bool = False
     """Whether decode claims pages when prefill is over, instead of at the beginning."""
     spans: bool = False
@@ -186,6 +188,8 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         raise EngineError(f"--part must be at least 1, not {args.part}")
     if args.speculate < 0:
         raise EngineError(f"--speculate must be 0, for no draft, or more, not {args.speculate}")
+    if (args.max_logprobs or 0) < 0:
+        raise EngineError(f"--max-logprobs must be at least 0, not {args.max_logprobs}")
     if not 0 <= args.drain_for < float("inf"):
         raise EngineError(f"--drain-for must be seconds, 0 or more, not {args.drain_for}")
     for name in _COUNTS:
@@ -209,6 +213,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         dtype=args.dtype,
         chunk=args.chunk,
         speculate=args.speculate,
+        max_logprobs=args.max_logprobs,
         transport=args.transport,
         devices=devices,
         part=args.part,
@@ -269,6 +274,8 @@ def _parser(role: str) -> argparse.ArgumentParser:
     part = "send computed rows early, once there are this many bytes (default 16 MiB)"
     add("--part", type=int, help=part)
     add("--speculate", type=int, default=4, help=SPECULATE)
+    most = "let requests ask for log probabilities, with those of the N likeliest tokens at most; as the other engine"
+    add("--max-logprobs", type=int, metavar="N", help=most)
     add_spread(parser)
     add("--no-verify", action="store_true", help="do not offer feature VERIFY")
     add("--transport", default="shm", metavar="NAME", help=TRANSPORT_HELP)

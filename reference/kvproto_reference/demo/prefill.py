@@ -11,6 +11,7 @@ from kvproto import Prompt, Request, Source, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
 from kvproto.events import Event, Expired, Freed, Refused, Sent, Undelivered
 
+from ..engine import logprobs
 from ..engine.description import FIRST, HIDDEN, hidden_bytes
 from ..engine.launch import launch
 from ..engine.lockstep import Said
@@ -122,6 +123,8 @@ class PrefillProcess(EngineProcess):
             job, handed = self._of[sequence], {"token": sequence.generated[0].to_bytes(4, "little")}
             if sequence.hidden is not None and not self.options.cold_draft:
                 handed[HIDDEN] = hidden_bytes(sequence.hidden)
+            if (most := self.options.max_logprobs) is not None:
+                handed |= logprobs.to_parts(sequence.logprobs[0] if sequence.logprobs else [], most)
             for request in job.requests.values():
                 request.finish(
                     self.tables(sequence),
@@ -186,8 +189,8 @@ class PrefillProcess(EngineProcess):
             self.kept.drop(job.id)
             self.kept.free(job.sequence, rows)
         else:
-            for name, table in self.tables(job.sequence).items():
-                self.pages[name].free(table)
+            for pages, table in zip(self.pages.values(), job.sequence.tables, strict=False):  # none while it waits
+                pages.free(table)
         if word["expired"]:
             says = "nobody fetched the request before its deadline"
             self.tell("refused", id=job.id, error=says, code="DEADLINE")

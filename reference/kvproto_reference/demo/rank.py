@@ -52,6 +52,7 @@ class EngineProcess:
             options.page_size,
             options.replica,
             options.cold_draft is not None,
+            options.max_logprobs,
         )
         hosted = self._host(options, world)
         self.pools: Mapping[int, Pool] = hosted.pools
@@ -275,7 +276,12 @@ class EngineProcess:
 
     def sequence(self, word: dict[str, Any]) -> TokenSequence:
         """The request that a word of the router asks for; raises EngineError for sampling out of range."""
-        sampling = SamplingParams.of(word.get("sampling", {}))
+        sampling, most = SamplingParams.of(word.get("sampling", {})), self.options.max_logprobs
+        if sampling.logprobs is not None and (most is None or sampling.logprobs > most):
+            has = "no log probabilities" if most is None else f"those of {most} tokens at most"
+            raise EngineError(
+                f"the request asks for logprobs {sampling.logprobs}, the engine has {has}: --max-logprobs"
+            )
         return TokenSequence(
             prompt=word["prompt"], max_new=word["max_new"], sampling=sampling, tokenizer=self.tokenizer
         )

@@ -8,6 +8,7 @@ import attrs
 from rich.console import Console
 from rich.table import Table
 
+from ..engine.logprobs import LogProbs
 from ..engine.sequence import SpeculationStats
 from ..tokenizer import Tokenizer
 from .router import Request, Router
@@ -16,6 +17,8 @@ TIED = 6.0
 """Errors of rounding by which two logits may differ and still count as tied: each of four has its own error."""
 NEAR = 0.1
 """Acceptances this close, as a share, are the same where arithmetic rounds to 16 bits: a proposal may be tied, too."""
+SLACK = 1e-3
+"""Log probabilities may differ so much in 32 bits, as sums over ranks do."""
 
 
 @attrs.frozen
@@ -29,6 +32,8 @@ class Compared:
     """Whether both compute in 16 bits, so that logits depend on what else is in the batch."""
     lag: float | None = None
     """`Undivided.lag` of the request's tokens; measured if rounded, greedy tokens differ."""
+    logprobs: list[LogProbs] = attrs.Factory(list)
+    """Of each token, if the request asked for log probabilities."""
 
     @property
     def agrees(self) -> bool:
@@ -48,6 +53,14 @@ class Compared:
         if self.rounded:
             return not self.same_tokens or abs(_length(stats) - self.stats.mean_acceptance) <= NEAR * _length(stats)
         return mine == [self.stats.steps, self.stats.tokens, self.stats.proposed, self.stats.accepted]
+
+    @property
+    def same_logprobs(self) -> bool:
+        """Whether all log probabilities are equal to SLACK in 32 bits, those of the likeliest tokens in their order."""
+        mine, theirs = ([[p for _, p in each] for each in found] for found in (self.request.logprobs, self.logprobs))
+        if self.rounded or [*map(len, mine)] != [*map(len, theirs)]:
+            return self.rounded
+        return all(abs(a - b) <= SLACK for x, y in zip(mine, theirs, strict=True) for a, b in zip(x, y, strict=True))
 
     @property
     def checksums(self) -> int:
@@ -93,7 +106,7 @@ def verdict(router: Router, compared: list[Compared], verify: bool) -> dict[str,
         "checksums": not verify or (complete and bool(served) and not unverified),
         "tokens": bool(served) and all(c.agrees for c in served),
         "acceptance": bool(served) and all(c.same_acceptance for c in served),
-    }
+    } | ({"logprobs": all(c.same_logprobs for c in served)} if any(c.logprobs for c in served) else {})
 
 
 def as_json(
@@ -106,9 +119,10 @@ def as_json(
         rows.append({
             "name": r.prompt.name, "prompt_tokens": len(r.prompt.tokens), "error": r.error, "tokens": r.tokens,
             "undivided_tokens": c.tokens, "text": tokenizer.decode(r.tokens).decode("utf-8", "replace"),
-            "arrived": r.arrived, "cached": r.cached, "lost": r.lost,
+            "arrived": r.arrived, "cached": r.cached, "lost": r.lost, "gave_way": (r.stats or {}).get("gave_way", 0),
             "acceptance": _length(r.stats), "undivided_acceptance": c.stats.mean_acceptance,
             **{name: (r.stats or {}).get(name, 0) for name in ("steps", "decoded", "proposed", "accepted")},
+            "logprobs": r.logprobs, "undivided_logprobs": c.logprobs,
             "same_tokens": c.same_tokens, "lag": c.lag, "same_acceptance": c.same_acceptance,
         })  # fmt: skip
     moved = [{"source": s, "sink": d, "group": g, "bytes": n} for (s, d, g), n in sorted(matrix(router).items())]
@@ -153,6 +167,8 @@ def show(console: Console, router: Router, compared: list[Compared], verdicts: d
         console.print(f"of them {_left(router):,} bytes were left when prefill was over\n")
     console.print(_requests(router, compared))
     equal, due = (sum(counts) for counts in zip(*((c.checksums, c.due) for c in compared), strict=True))
+    if ways := sum((c.request.stats or {}).get("gave_way", 0) for c in compared):
+        console.print(f"requests gave way to older ones {ways} times, and were computed again by decode")
     console.print(f"verify checksums: {equal} of {due} equal" if verify else "verify: off")
     for name, good in verdicts.items():
         if name != "checksums" or verify:

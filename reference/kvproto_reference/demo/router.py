@@ -22,6 +22,8 @@ START = 60.0
 """Seconds that an engine which runs already may take to answer."""
 LOAD = 900.0
 """Seconds that an engine may take to answer if it was just started and has to load its models."""
+_TURN = 50
+"""The most milliseconds that one turn waits."""
 TRIES = 5
 """The most tickets that one request gets."""
 AGAIN = {
@@ -46,12 +48,16 @@ class Request:
     lost: list[str] = attrs.Factory(list)
     """Why each earlier try failed."""
     tokens: list[int] = attrs.Factory(list)
+    logprobs: list[list[tuple[int, float]]] = attrs.Factory(list)
+    """Of each token, as `engine.logprobs` has them, if the prompt's sampling asks for them."""
     arrived: list[dict[str, Any]] | None = None
     """For each decode rank: seconds, bytes by source rank, checksums by source rank and group."""
     sent: list[dict[str, Any]] = attrs.Factory(list)
     """The "sent" words, one for each pair of ranks that copied."""
     freed: bool = False
     """Whether prefill has freed its pages."""
+    left: bool = False
+    """Whether decode has freed its pages, after its end or after a cancel."""
     orphan: bool = False
     """Whether prefill went away before it freed them, so that some "sent" words may be missing."""
     found: dict[str, dict[str, int]] = attrs.Factory(dict)
@@ -155,20 +161,32 @@ class Router:
         self.requests += [Request(number, p, max_new) for number, p in enumerate(prompts, len(self.requests))]
         self._ask()
 
-    def collect(self, on_news: Callable[[Request], None], on_turn: Callable[[], bool] = lambda: True) -> None:
+    def cancel(self, request: Request) -> None:
+        """Give up a request that its client does not want any more, wherever it is: both engines free its pages.
+
+        `freed` and `left` say when they have.
+        """
+        if not request.over:
+            request.error = "cancelled"
+            self._drop(request)
+
+    def collect(
+        self, on_news: Callable[[Request], None], on_turn: Callable[[], bool] = lambda: True, turn: int = _TURN
+    ) -> None:
         """Wait until every request is over, prefill has freed its pages, and `on_turn` returns True.
 
-        `on_news` is called with each request that has changed. Raises EngineError if nothing happens in time.
+        `on_news` is called with each request that has changed, and `on_turn` every `turn` milliseconds at least. Raises
+        EngineError if nothing happens in time.
         """
         self._told = time.monotonic()
         while not on_turn() or not all(r.over and (r.freed or r.error) for r in self.requests):
-            self._turn(on_news)
+            self._turn(on_news, turn)
             if time.monotonic() > self._told + DEADLINE + 30:
                 why = self._why(self._missing()) or "all engines answer"
                 raise EngineError(f"the requests were not over in time: {why}")
 
-    def _turn(self, on_news: Callable[[Request], None]) -> None:
-        for name, word in self._listen():
+    def _turn(self, on_news: Callable[[Request], None], patience: int = _TURN) -> None:
+        for name, word in self._listen(patience):
             self._take(name, word, on_news)
         self._processes.check()
         self._ask()
@@ -257,10 +275,14 @@ class Router:
                 return False
             case "refused" | "failed" if not request.over:
                 self._again(request, word["error"], word.get("code"))
+            case "dropped":
+                request.left = True
             case "finished":
-                request.stats = word
+                request.left = True
+                request.stats = None if request.error else word
             case "arrived" | "tokens":
                 request.tokens += word["tokens"]
+                request.logprobs += [[(token, p) for token, p in each] for each in word["logprobs"]]
                 request.arrived = word.get("ranks", request.arrived)
                 request.cached = word.get("cached", request.cached)
                 if request.lost and word["op"] == "arrived":
@@ -269,8 +291,7 @@ class Router:
 
     def _again(self, request: Request, why: str, code: str | None) -> None:
         """End a failed try at both engines, and let the request wait for another if that may help."""
-        for name in request.engines:
-            self._engines[name].line.send("drop", id=request.id)
+        self._drop(request)
         if code not in AGAIN or request.tries == TRIES:
             request.error = why
             return
@@ -279,8 +300,12 @@ class Router:
         for field in attrs.fields(Request):
             setattr(request, field.name, getattr(kept, field.name))
 
-    def _listen(self) -> list[tuple[str, dict[str, Any]]]:
-        self._poller.poll(_TURN)
+    def _drop(self, request: Request) -> None:
+        for name in request.engines:
+            self._engines[name].line.send("drop", id=request.id)
+
+    def _listen(self, patience: int = _TURN) -> list[tuple[str, dict[str, Any]]]:
+        self._poller.poll(patience)
         return [(name, word) for name, engine in self._engines.items() for word in engine.line.receive()]
 
     def stop(self) -> None:
@@ -308,5 +333,3 @@ _SAYS = {
     "connected": "{name} is connected to {peer}",
 }
 """The note for each event of decode's peers."""
-_TURN = 50
-"""The most milliseconds that one turn waits."""

@@ -29,6 +29,8 @@ def start(
               "--pages", str(options.pages), "--transport", options.transport,
               "--back-end", options.back_end]  # fmt: skip
     shared += [] if options.verify else ["--no-verify"]
+    if options.sampling is not None and options.sampling.logprobs is not None:
+        shared += ["--max-logprobs", str(options.sampling.logprobs)]
     shared += ["--pull"] if options.pull else []
     shared += ["--pools", options.pools]
     shared += ["--costs", str(options.costs)] if options.costs else []

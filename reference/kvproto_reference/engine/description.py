@@ -13,6 +13,7 @@ from ..cache import KVPool, Shard
 from ..checkpoint import check_head, fingerprint
 from ..errors import EngineError
 from ..models import ModelConfig, TensorParallel, head_among, kv_head_range
+from . import logprobs
 
 TARGET, DRAFT, FIRST = "target", "draft", "first token"
 """Names of the groups: the target's cache, the draft's, and the token that prefill samples."""
@@ -125,12 +126,14 @@ def geometry(
     page_size: int,
     replica: int = 0,
     cold: bool = False,
+    max_logprobs: int | None = None,
 ) -> Geometry:
     """What the ranks of one replica own: the models' caches, and on ranks of the last stage the first token.
 
-    With it goes, for a head, what the target makes of the last token of the prompt. `tokenizer` is the
-    tokenizer's identity. With `cold`, another engine need not know the draft, so nothing of that is asked for. Raises
-    EngineError for too many ranks, and for a head of another target.
+    With it goes, for a head, what the target makes of the last token of the prompt. `tokenizer` is the tokenizer's
+    identity. With `cold`, another engine need not know the draft, so nothing of that is asked for. With `max_logprobs`,
+    the first token comes with log probabilities. Raises EngineError for too many ranks, and for a head of another
+    target.
     """
     check_head(folders, configs)
     names = (TARGET, DRAFT)[: len(folders)]
@@ -141,6 +144,8 @@ def geometry(
     first = {"token": (DType.U32, 4)}
     if hidden_of(configs) and not cold:
         first[HIDDEN] = hidden_type(configs)
+    if max_logprobs is not None:
+        first |= logprobs.parts(max_logprobs)
     return lay_out(
         [*caches(configs, layout, page_size), Cache.handoff(FIRST, first)],
         layout.parallel,

@@ -44,16 +44,17 @@ class PrefixCache:
         """Units, the least recently used first."""
         self._held: dict[TokenSequence, list[_Unit]] = {}
 
-    def allocate(self, sequence: TokenSequence, need: Sequence[int]) -> int | None:
-        """Give a sequence `need` pages of each pool, or all that are kept of its prompt's beginning if these are more.
+    def allocate(self, sequence: TokenSequence, need: Sequence[int], spare: Sequence[int] = ()) -> int | None:
+        """Give a sequence `need` pages of each pool, or all that are kept of its beginning if these are more.
 
-        Returns how many tokens of its prompt they hold already; None, taking nothing, while too few pages are free.
+        Returns how many of its tokens they hold already; None, taking nothing, while too few pages are free, or would
+        be if `spare` pages of each pool were taken too.
         """
-        found = self._find(sequence.prompt)
+        found = self._find(sequence.text(0, sequence.due))
         for unit in found:
             unit.users += 1
         fresh = [max(n - len(found) * each, 0) for n, each in zip(need, self._each, strict=True)]
-        if not self._free_some(fresh):
+        if not self._free_some([n + more for n, more in zip(fresh, spare or [0] * len(fresh), strict=True)]):
             for unit in found:
                 unit.users -= 1
             return None
@@ -62,9 +63,12 @@ class PrefixCache:
         self._held[sequence] = found
         return len(found) * self.unit
 
-    def extend(self, sequence: TokenSequence, fresh: Sequence[int]) -> bool:
-        """Give a sequence `fresh` additional pages of each pool; False, giving none, while too few are free."""
-        if not self._free_some(fresh):
+    def extend(self, sequence: TokenSequence, fresh: Sequence[int], spare: Sequence[int] = ()) -> bool:
+        """Give a sequence `fresh` additional pages of each pool; False, giving none, while too few are free.
+
+        `spare` are as in `allocate`.
+        """
+        if not self._free_some([n + more for n, more in zip(fresh, spare or [0] * len(fresh), strict=True)]):
             return False
         for table, pages, n in zip(sequence.tables, self._pages, fresh, strict=True):
             table.extend(pages.allocate(n))
@@ -109,10 +113,10 @@ class PrefixCache:
         idle = len(self._units) - len({id(unit) for held in self._held.values() for unit in held})
         return [pages.available + idle * each for pages, each in zip(self._pages, self._each, strict=True)]
 
-    def _find(self, prompt: Sequence[int]) -> list[_Unit]:
+    def _find(self, tokens: Sequence[int]) -> list[_Unit]:
         found: list[_Unit] = []
-        for lo in range(0, len(prompt) - self.unit - self._ahead + 1, self.unit) if self.unit else ():
-            key = self._key(found[-1] if found else None, prompt, lo)
+        for lo in range(0, len(tokens) - self.unit - self._ahead + 1, self.unit) if self.unit else ():
+            key = self._key(found[-1] if found else None, tokens, lo)
             if key not in self._units:
                 break
             found.append(self._units[key])

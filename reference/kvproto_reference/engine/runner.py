@@ -23,14 +23,15 @@ Computed = Callable[[int], None]
 class Chunk:
     """Tokens of one sequence from position `start` on, its page table, and whether logits of `every` token are wanted.
 
-    Otherwise only those of the last token are. The tokens of a head are those after its positions, and it
-    reads hidden states of the target, or what it made itself.
+    Otherwise only those of the last token are, or none if the chunk is `unread`. The tokens of a head are those after
+    its positions, and it reads hidden states of the target, or what it made itself.
     """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
     every: bool = False
+    unread: bool = False
     hidden: Tensor | None = None
     """The target's hidden states at these positions [tokens, taps * width]."""
     made: Tensor | None = None
@@ -40,6 +41,11 @@ class Chunk:
     def stop(self) -> int:
         """The position after the last token."""
         return self.start + len(self.tokens)
+
+    @property
+    def wanted(self) -> int:
+        """How many of its last tokens have logits that are wanted."""
+        return len(self.tokens) if self.every else int(not self.unread)
 
 
 class Logits(Protocol):
@@ -190,7 +196,7 @@ class Elsewhere(Runner):
     ahead: int = 0
 
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
-        count = sum(len(chunk.tokens) if chunk.every else 1 for chunk in chunks)
+        count = sum(chunk.wanted for chunk in chunks)
         return TorchLogits(self.stages.everywhere(torch.empty(count, self.vocab, device=self.device)))
 
     def clear(self, pages: Sequence[int]) -> None:
@@ -203,8 +209,5 @@ def assemble(
     """The arrays of a step, its tokens [tokens], and those whose logits are wanted [n]; `whole` is as in `batch_of`."""
     batch = batch_of([Span(chunk.start, len(chunk.tokens), chunk.pages) for chunk in chunks], shard, whole)
     tokens = np.concatenate([np.asarray(chunk.tokens, np.int64) for chunk in chunks])
-    wanted = [
-        np.arange(start if chunk.every else stop - 1, stop)
-        for chunk, start, stop in zip(chunks, batch.starts[:-1], batch.starts[1:], strict=True)
-    ]
+    wanted = [np.arange(stop - chunk.wanted, stop) for chunk, stop in zip(chunks, batch.starts[1:], strict=True)]
     return batch, tokens, np.concatenate(wanted).astype(np.int64)

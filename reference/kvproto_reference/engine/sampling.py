@@ -70,6 +70,8 @@ class SamplingParams:
     """Words after which the text ends; they are part of it."""
     ignore_eos: bool = False
     """Whether the text goes on after a token that ends it."""
+    logprobs: int | None = attrs.field(default=None, validator=attrs.validators.optional(_whole(0, 2**31)))
+    """How many of the likeliest tokens are told at each place, with log probabilities, beside the drawn one."""
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> SamplingParams:

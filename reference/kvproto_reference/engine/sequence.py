@@ -1,13 +1,15 @@
 """State of one request inside an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 from torch import Tensor
 
 from ..errors import EngineError
 from ..tokenizer import BYTES, Tokenizer
-from .sampling import SamplingParams
+from . import logprobs
+from .logprobs import LogProbs
+from .sampling import SamplingParams, Scores
 
 
 @attrs.define(kw_only=True)
@@ -43,6 +45,8 @@ class TokenSequence:
     stats: SpeculationStats = attrs.field(factory=SpeculationStats)
     hidden: Tensor | None = None
     """For a head: the target's hidden states at the last positions [n, taps * width] whose rows it lacks."""
+    logprobs: list[LogProbs] = attrs.field(factory=list)
+    """Of each generated token, if `sampling.logprobs` asks for them."""
     stopped: bool = False
     """Whether a token that ends a text came, or one of the words of `sampling.stop`."""
 
@@ -66,6 +70,16 @@ class TokenSequence:
     def shared(self) -> int:
         """Rows valid in all caches between decode steps."""
         return self.valid - (0 if self.hidden is None else len(self.hidden))
+
+    @property
+    def due(self) -> int:
+        """Rows that the caches have to hold before decode can begin, or go on."""
+        return len(self.prompt) + max(len(self.generated) - 1, 0)
+
+    def rows(self, proposed: int | None = None) -> int:
+        """The most rows that a next step writes, with so many proposals, or that all steps write."""
+        whole = rows_needed(len(self.prompt), self.max_new)
+        return whole if proposed is None else min(whole, self.due + 1 + proposed)
 
     def text(self, start: int, stop: int) -> list[int]:
         """The tokens at positions [start, stop), of the prompt or generated."""
@@ -92,12 +106,17 @@ class TokenSequence:
         """Whether the text has ended or max_new was reached."""
         return self.remaining <= 0 or self.stopped
 
-    def append(self, tokens: Sequence[int]) -> list[int]:
-        """Add generated tokens up to the end of the text or max_new; returns those that were kept."""
+    def append(self, tokens: Sequence[int], scores: Callable[[int], Scores] | None = None) -> list[int]:
+        """Add generated tokens up to the end of the text or max_new; returns those that were kept.
+
+        `scores` gives the model's logits [vocab] from which each was to be chosen.
+        """
         kept: list[int] = []
         for token in tokens:
             if self.finished:
                 break
+            if scores is not None and self.sampling.logprobs is not None:
+                self.logprobs.append(logprobs.of(scores(len(kept)), token, self.sampling.logprobs))
             kept.append(token)
             self.generated.append(token)
             self.stopped = token in self.ends or self._says_stop()

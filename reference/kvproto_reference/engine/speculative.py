@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import EngineError
 from ..tokenizer import BYTES
-from .runner import Chunk, Runner
+from .runner import Chunk, Logits, Runner
 from .sampling import Probabilities, SamplingParams, Scores, penalized, pick, probabilities, sample, uniform
 from .sequence import TokenSequence
 
@@ -82,21 +82,22 @@ class SpeculativeDecoder:
                 scores = partial(_scores, p, logits.row, at)
                 ends = p.sequence.ends
                 accepted, extra = verify(own, scores, p.tokens, p.beliefs, p.sequence.sampling, p.start + 1, ends)
-                kept = gained[p.sequence] = self._take(p, accepted, extra)
+                kept = gained[p.sequence] = self._take(p, accepted, extra, partial(_row, logits, at))
                 if ahead and logits.hidden is not None:
                     p.sequence.hidden = logits.hidden[at : at + len(kept)].clone()
                     if p.sequence.finished:  # no step follows that would fill its rows
-                        behind.append(_lacking(p.sequence))
+                        behind.append(attrs.evolve(_lacking(p.sequence), unread=True))
                         p.sequence.hidden = None
                 at += len(own)
                 if not ahead and p.tokens and accepted == len(p.tokens) and extra is not None:
-                    behind.append(Chunk(p.tokens[-1:], p.start + accepted, p.sequence.tables[1]))
+                    last = Chunk(p.tokens[-1:], p.start + accepted, p.sequence.tables[1], unread=True)
+                    behind.append(last)
             if self.draft is not None and behind:  # it has not run its last proposals, whose rows are needed now
                 self.draft.run(behind)
         return [gained.get(sequence, []) for sequence in sequences]
 
-    def _take(self, p: _Proposal, accepted: int, extra: int | None) -> list[int]:
-        kept = p.sequence.append(p.tokens[:accepted] + ([] if extra is None else [extra]))
+    def _take(self, p: _Proposal, accepted: int, extra: int | None, scores: Callable[[int], Scores]) -> list[int]:
+        kept = p.sequence.append(p.tokens[:accepted] + ([] if extra is None else [extra]), scores)
         stats = p.sequence.stats
         stats.steps += 1
         stats.tokens += len(kept)
@@ -131,6 +132,11 @@ def _lacking(sequence: TokenSequence) -> Chunk:
     """The rows that a head lacks, up to that of the newest token."""
     start, tokens = sequence.shared, sequence.text(sequence.shared + 1, sequence.length)
     return Chunk(tokens, start, sequence.tables[1], hidden=sequence.hidden)
+
+
+def _row(logits: Logits, first: int, index: int) -> Scores:
+    """The target's logits [vocab] after `index` proposals of those whose rows begin at `first`, without penalties."""
+    return logits.row(first + index)
 
 
 def _scores(proposal: _Proposal, row: Callable[[int], Scores], first: int, index: int) -> Scores:

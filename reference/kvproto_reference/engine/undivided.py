@@ -16,6 +16,7 @@ from ..models import head_among
 from ..tokenizer import BYTES, Tokenizer
 from .build import torch_runner
 from .description import Layout, cache
+from .logprobs import LogProbs
 from .prefill import Prefiller
 from .runner import Chunk, Runner
 from .sampling import SamplingParams, Scores
@@ -29,6 +30,7 @@ class Result:
 
     tokens: list[int]
     stats: SpeculationStats
+    logprobs: list[LogProbs] = attrs.Factory(list)
     tokenizer: Tokenizer = BYTES
 
     @property
@@ -78,6 +80,8 @@ class Undivided:
         models = 1 if self._draft is None else 2
         self._pages = [PageAllocator(pages, seed + model) for model in range(models)]
         self._decoder = SpeculativeDecoder(self._target, self._draft, k)
+        self._prefiller = Prefiller(self._target, None if cold else self._draft, chunk)
+        self._decoding: list[TokenSequence] = []
         self._exact: Undivided | None = None
         """The target in 32 bits, where this engine rounds."""
         if self.rounds:
@@ -92,28 +96,46 @@ class Undivided:
 
     def generate_all(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]], max_new: int) -> list[Result]:
         """Continue many prompts as one batch, by at most `max_new` tokens each."""
-        some = [
-            TokenSequence(prompt=list(ids), max_new=max_new, sampling=s, tokenizer=self.tokenizer) for ids, s in prompts
-        ]
-        prefiller = Prefiller(self._target, None if self._cold else self._draft, self._chunk)
+        some: list[TokenSequence] = []
         try:
-            for sequence in some:
-                count = self.pages_of(len(sequence.prompt), max_new)
-                sequence.tables = [pages.allocate(count) for pages in self._pages]
-                if self._cold and self._draft is not None:
-                    self._draft.clear(sequence.tables[1])
-                prefiller.add(sequence)
-            while prefiller.busy:
-                prefiller.step()
-            for sequence in some if self._cold else ():
-                sequence.hidden = None if sequence.hidden is None else torch.zeros_like(sequence.hidden)
+            for ids, sampling in prompts:
+                some.append(self.add(ids, sampling, max_new))
             while not all(sequence.finished for sequence in some):
-                self._decoder.step(some)
+                self.step()
         finally:
             for sequence in some:
-                for pages, table in zip(self._pages, sequence.tables, strict=False):  # without, if there were too few
-                    pages.free(table)
-        return [Result(tokens=s.generated, stats=s.stats, tokenizer=self.tokenizer) for s in some]
+                self._end(sequence)
+        return [Result(tokens=s.generated, stats=s.stats, logprobs=s.logprobs, tokenizer=self.tokenizer) for s in some]
+
+    def add(self, prompt: Sequence[int], sampling: SamplingParams, max_new: int) -> TokenSequence:
+        """Begin with a prompt, whose sequence later steps complete; raises OutOfPages if too few pages are free."""
+        sequence = TokenSequence(prompt=list(prompt), max_new=max_new, sampling=sampling, tokenizer=self.tokenizer)
+        count = self.pages_of(len(sequence.prompt), max_new)
+        sequence.tables = [pages.allocate(count) for pages in self._pages]  # the pools are alike, and so are the pages
+        if self._cold and self._draft is not None:
+            self._draft.clear(sequence.tables[1])
+        self._prefiller.add(sequence)
+        return sequence
+
+    def step(self) -> None:
+        """Compute a piece of the prompts under way, and one step of those that have their first token."""
+        for sequence in self._prefiller.step():
+            if self._cold and sequence.hidden is not None:
+                sequence.hidden = torch.zeros_like(sequence.hidden)
+            self._decoding.append(sequence)
+        if self._decoding:
+            self._decoder.step(self._decoding)
+        for sequence in [sequence for sequence in self._decoding if sequence.finished]:
+            self._end(sequence)
+
+    def _end(self, sequence: TokenSequence) -> None:
+        """Free the pages of a sequence that has them, wherever it is."""
+        self._prefiller.drop(sequence)
+        if sequence in self._decoding:
+            self._decoding.remove(sequence)
+        for pages, table in zip(self._pages, sequence.tables, strict=False):  # none, if it has ended before
+            pages.free(table)
+        sequence.tables = []
 
     def pages_of(self, prompt: int, max_new: int) -> int:
         """Pages of either pool that a prompt of `prompt` tokens needs with its continuation."""

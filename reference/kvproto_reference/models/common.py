@@ -23,6 +23,26 @@ def join(*weights: nn.Parameter) -> Tensor:
     return whole
 
 
+_FEW = 8, 3
+"""The most rows of a step for which a matrix comes first, by whether it has at least as many rows as columns."""
+
+
+def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] times a matrix [out, in] -> [..., out].
+
+    A step of few tokens is as fast as matrices are read. On the host, MKL reads one fastest if it comes first, with two
+    to eight columns, for some shapes at three times the rate of `linear`.
+    """
+    rows = x.numel() // x.shape[-1]
+    few = _FEW[len(matrix) < x.shape[-1]]
+    if x.device.type != "cpu" or x.dtype != torch.float32 or not 0 < rows <= few:
+        return F.linear(x, matrix, bias)
+    columns = x.reshape(rows, -1)
+    columns = columns if rows > 1 else torch.cat((columns, columns))
+    out = torch.mm(matrix, columns.t()).t()[:rows].reshape(*x.shape[:-1], -1).contiguous()
+    return out if bias is None else out.add_(bias)
+
+
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[..., heads * d] -> [..., heads, d], also without tokens."""
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
@@ -52,4 +72,4 @@ class SwiGLU(Stepping):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> this rank's summand of [..., hidden]."""
         both = torch.cat((self.gate, self.up)) if self._both is None else self._both
-        return F.linear(self.ops.gated(F.linear(x, both)), self.down)
+        return product(self.ops.gated(product(x, both)), self.down)

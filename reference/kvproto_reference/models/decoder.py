@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Attention, Taps
-from .common import SwiGLU, weight
+from .common import SwiGLU, product, weight
 from .config import ModelConfig
 from .gqa import GqaAttention
 from .mla import MlaAttention
@@ -103,4 +103,4 @@ class Decoder(Stepping):
         head = self.embed if self.head is None else self.head
         if self.norm is None or head is None:
             return stages.everywhere(x.new_empty((*x.shape[:-1], config.vocab), dtype=torch.float32))
-        return stages.everywhere(F.linear(self.ops.norm(x, self.norm, config.norm_eps), head).float())
+        return stages.everywhere(product(self.ops.norm(x, self.norm, config.norm_eps), head).float())

@@ -1,11 +1,10 @@
 """Llama/Qwen-style attention: grouped KV heads, RoPE, and QK-norm or biases if the model has them; caches K and V."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Attention
-from .common import join, split_heads, weight
+from .common import join, product, split_heads, weight
 from .config import ModelConfig
 from .ops import Stepping, Table
 from .parallel import TensorParallel, kv_head_range
@@ -42,10 +41,10 @@ class GqaAttention(Stepping):
         weights = torch.cat((self.q, self.k, self.v)) if self._whole is None else self._whole
         if self.q_bias is not None and self.k_bias is not None and self.v_bias is not None:
             bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        all_heads = split_heads(F.linear(x, weights, bias), self.heads + 2 * self.kv_heads)
+        all_heads = split_heads(product(x, weights, bias), self.heads + 2 * self.kv_heads)
         q, k, v = all_heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.ops.norm(q, self.q_norm, c.norm_eps), self.ops.norm(k, self.k_norm, c.norm_eps)
         q, k = self.ops.rope(q, k, table, c.rope_pairs)
         out = attention.attend(self.layer, q, {"k": k, "v": v})
-        return self.tp.all_reduce(F.linear(out.flatten(-2), self.o))
+        return self.tp.all_reduce(product(out.flatten(-2), self.o))

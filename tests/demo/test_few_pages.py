@@ -1,0 +1,145 @@
+"""A decode engine whose pages are few: requests are cancelled in every state, and it drains and sleeps meanwhile."""
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvproto_reference.checkpoint import CHECKPOINTS
+from kvproto_reference.demo import decode, prefill
+from kvproto_reference.demo.engines import Engines
+from kvproto_reference.demo.prompts import Prompt
+from kvproto_reference.demo.router import Request, Router
+from kvproto_reference.engine.sampling import SamplingParams
+from kvproto_reference.engine.undivided import Undivided
+from tests.processes import imported
+
+imported("kvproto_reference.demo.__main__")
+
+PAGES, NEW = 9, 60
+MODELS = CHECKPOINTS / "target-mla", CHECKPOINTS / "draft-gqa"
+
+
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Router, Engines]]:
+    """A prefill engine, a decode engine with few pages and one rank or two, and their router."""
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    with Engines() as engines:
+        engines.start("prefill-0", prefill.main, ["--dir", str(folder), "--pages", "16"])
+        sizes = ["--pages", str(PAGES), "--tp", str(request.param), "--quiet"]
+        engines.start("decode-0", decode.main, ["--dir", str(folder), *sizes])
+        router = Router(folder, "prefill", engines)
+        router.wait_ready(60)
+        yield router, engines
+        router.stop()
+        router.close()
+
+
+def prompt(n: int) -> Prompt:
+    return Prompt(name=str(n), tokens=[*f"{n} times Alice was beginning to get very tired"[: 20 + 4 * n].encode()])
+
+
+def collected(router: Router, cancels: Callable[[Request], bool], count: int) -> Request:
+    """Serve `count` prompts, cancel the first request of which `cancels` holds, and wait until both engines freed it."""
+    router.submit([prompt(n) for n in range(count)], NEW)
+    chosen: list[Request] = []
+
+    def on_news(request: Request) -> None:
+        if not chosen and cancels(request):
+            chosen.append(request)
+            router.cancel(request)
+
+    for request in router.requests:
+        on_news(request)
+    router.collect(on_news, lambda: bool(chosen and chosen[0].freed and chosen[0].left))
+    return chosen[0]
+
+
+STATES: dict[str, Callable[[Request], bool]] = {
+    "waits": lambda request: request.number == 6,
+    "is handed over": lambda request: request.number == 1 and "prefilled" in request.at,
+    "is decoded": lambda request: request.number == 1 and len(request.tokens) > 4,
+    "gave way": lambda request: "gave_way" in request.at and not request.over,
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_cancelled_request_leaves_no_page(pair: tuple[Router, Engines], state: str) -> None:
+    router, _ = pair
+    cancelled = collected(router, STATES[state], 7)
+    assert (cancelled.error, cancelled.stats) == ("cancelled", None)
+    assert len(cancelled.tokens) < NEW
+    others = [request for request in router.requests if request is not cancelled]
+    assert right(others)
+    assert max(request.stats["available"] for request in others if request.stats) == [PAGES, PAGES]
+
+
+def test_a_request_is_cancelled_while_it_is_fetched(pair: tuple[Router, Engines]) -> None:
+    """Prefill stands still until decode has asked it and was told of the cancel."""
+    router, engines = pair
+    engines.signal("prefill-0", signal.SIGSTOP)
+    router.submit([prompt(0)], NEW)
+    (request,) = router.requests
+    line = router._engines["decode-0"].line
+    for _ in range(2):  # once the second is answered, decode has taken a turn after it heard of the request
+        line.send("hello")
+        while not [word for word in line.receive() if word["op"] == "ready"]:
+            line.socket.poll(100)
+    router.cancel(request)
+    engines.signal("prefill-0", signal.SIGCONT)
+    router.collect(lambda request: None, lambda: request.freed and request.left)
+    assert (request.error, request.tokens) == ("cancelled", [])
+    router.submit([prompt(1)], NEW)
+    router.collect(lambda request: None)
+    stats = router.requests[1].stats
+    assert stats is not None
+    assert stats["available"] == [PAGES, PAGES]
+
+
+def right(requests: list[Request]) -> bool:
+    """Whether one undivided engine writes the same."""
+    one = Undivided(*MODELS, pages=64)
+    results = one.generate_all([(request.prompt.tokens, SamplingParams()) for request in requests], NEW)
+    return [request.tokens for request in requests] == [result.tokens for result in results]
+
+
+def test_what_gave_way_is_finished_before_the_engine_drains(pair: tuple[Router, Engines]) -> None:
+    """Requests that had no token yet are refused; those that wait to come back are served to their end."""
+    router, engines = pair
+    router.submit([prompt(n) for n in range(7)], NEW)
+    gave_way: list[Request] = []
+
+    def on_news(request: Request) -> None:
+        if not gave_way and "gave_way" in request.at:
+            gave_way.append(request)
+            engines.signal("decode-0", signal.SIGTERM)
+
+    while engines.exit_status("decode-0") is None:
+        router._turn(on_news)
+    router._turn(on_news)
+    assert engines.exit_status("decode-0") == 0
+    assert gave_way[0].stats is not None
+    assert gave_way[0].stats["gave_way"] > 0
+    assert right([request for request in router.requests if request.stats is not None])
+    lost = {why for request in router.requests for why in request.lost}
+    assert lost <= {"this engine drains: ask another", "decode-0 is gone"}
+
+
+def test_what_gave_way_comes_back_into_other_memory(pair: tuple[Router, Engines]) -> None:
+    """The engine sleeps once nothing is decoded, and forgets all rows."""
+    router, engines = pair
+    asleep: list[Request] = []
+
+    def on_news(request: Request) -> None:
+        if not asleep and "gave_way" in request.at:
+            asleep.append(request)
+            engines.signal("decode-0", signal.SIGUSR1)
+
+    router.submit([prompt(n) for n in range(7)], NEW)
+    router.collect(on_news)
+    assert asleep
+    assert [request.error for request in router.requests] == 7 * [None]
+    assert right(router.requests)
+    assert all("POOL_MOVED" in why for request in router.requests for why in request.lost)
