@@ -25,6 +25,8 @@ class Span:
     start: int
     count: int
     pages: Sequence[int]
+    proposed: int = 0
+    """How many of the tokens, the last ones, are proposals that may not stay."""
 
 
 @attrs.frozen(eq=False)

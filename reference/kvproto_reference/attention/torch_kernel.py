@@ -24,8 +24,14 @@ __all__ = ["TorchKernel"]
 class TorchKernel(Kernel):
     """Attention by page table over one rank's pool: the pages of a span are gathered, then masked by its bound."""
 
-    def __init__(self, pool: KVPool, group_heads: Sequence[int], own_heads: Sequence[int]) -> None:
-        """The index in the pool of the KV head that each query head reads, of the DCP group and of this rank."""
+    def __init__(
+        self, pool: KVPool, group_heads: Sequence[int], own_heads: Sequence[int], reach: int | None = None
+    ) -> None:
+        """The index in the pool of the KV head that each query head reads, of the DCP group and of this rank.
+
+        With `reach` a token attends to the last so many tokens, of which it is one; ranks do not deal tokens then.
+        """
+        self._reach = reach
         self._pool, self._scale = pool, pool.config.score_scale
         self._values = pool.config.value_dim
         self._group_heads, self._own_heads = (torch.tensor(h, device=pool.device) for h in (group_heads, own_heads))
@@ -40,14 +46,17 @@ class TorchKernel(Kernel):
         self._at = self._device(batch.starts[:-1, None] + nth)
         span = np.repeat(np.arange(len(counts)), counts)
         self._where = self._device(span), self._device(np.arange(batch.tokens) - batch.starts[span])
-        seen = (span[:, None] == span) & (batch.positions[:, None] >= batch.positions)
-        self._seen = self._device(seen)
+        behind = batch.positions[:, None] - batch.positions
+        seen = (span[:, None] == span) & (behind >= 0)
+        if self._reach is not None:
+            seen &= behind < self._reach
+        self._seen, self._positions = self._device(seen), self._device(batch.positions)
 
     def pool(self, layer: int, q: Tensor) -> Partial:
-        return self._attend(layer, q[self._at], *self._by_span)[self._where]
+        return self._attend(layer, q[self._at], self._positions[self._at], *self._by_span)[self._where]
 
     def pool_by_token(self, layer: int, q: Tensor) -> Partial:
-        return self._attend(layer, q[:, None], *self._by_token)[:, 0]
+        return self._attend(layer, q[:, None], self._positions[:, None], *self._by_token)[:, 0]
 
     def new(self, q: Tensor, rows: Rows, which: Tensor | None = None) -> Partial:
         """As `Kernel.new`; `which` [n] are the tokens of the step that the queries belong to, if not all."""
@@ -55,12 +64,15 @@ class TorchKernel(Kernel):
         seen = self._seen if which is None else self._seen[which]
         return _attend(q[None], k[None], v[None], seen[None], self._scale)[0]
 
-    def _attend(self, layer: int, q: Tensor, table: Tensor, bounds: Tensor) -> Partial:
-        """q [spans, n, heads, d], table [spans, pages], bounds [spans]."""
+    def _attend(self, layer: int, q: Tensor, positions: Tensor, table: Tensor, bounds: Tensor) -> Partial:
+        """q [spans, n, heads, d], positions [spans, n], table [spans, pages], bounds [spans]."""
         rows = {part: self._pool.tensors[layer, part][table].flatten(1, 2) for part in self._pool.config.parts}
         k, v = self._keys_values(rows, self._group_heads)
-        there = torch.arange(k.shape[1], device=q.device) < bounds[:, None]
-        return _attend(q, k, v, there[:, None], self._scale)
+        at = torch.arange(k.shape[1], device=q.device)
+        there = (at < bounds[:, None])[:, None]
+        if self._reach is not None:  # row i is that of token i
+            there = there & (at > positions[..., None] - self._reach)
+        return _attend(q, k, v, there, self._scale)
 
     def _keys_values(self, rows: Rows, heads: Tensor) -> tuple[Tensor, Tensor]:
         k = rows["k"] if "k" in rows else rows["latent"]

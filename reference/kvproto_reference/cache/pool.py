@@ -98,4 +98,5 @@ class KVPool:
 
 
 def _keys(config: ModelConfig, tp: TensorParallel) -> list[Key]:
-    return [(layer, part) for layer in tp.stages(config.layers).layers for part in config.parts]
+    layers = [layer for layer in tp.stages(config.layers).layers if not config.recurs(layer)]
+    return [(layer, part) for layer in layers for part in config.parts]

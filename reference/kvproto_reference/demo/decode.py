@@ -82,7 +82,9 @@ class DecodeProcess(EngineProcess):
         self._lines = Lines(self.sinks, options.seeds)
         self._decoder = SpeculativeDecoder(self.target, self.draft, options.speculate)
         ahead = self.draft.ahead if self.draft is not None else 0
-        self._prefixes = PrefixCache(list(self.pages.values()), self.shards, ahead)
+        self._recurs = options.configs[0].delta is not None
+        """Whether states arrive, each in the page of the prompt's last token."""
+        self._prefixes = PrefixCache(list(self.pages.values()), self.shards, ahead, not self._recurs)
         self._answering: dict[int, set[int]] = {}
         """Prefill replicas that answer, by rank."""
         self._plan: dict[str, Any] = {}
@@ -266,7 +268,7 @@ class DecodeProcess(EngineProcess):
             return
         self._queue.append(job)
         if self.kept is not None:
-            self.kept.begin(job.id, sequence, len(sequence.prompt))
+            self.kept.begin(job.id, sequence, len(sequence.prompt) - self._recurs)
 
     def _fetch(self) -> None:
         """Fetch the caches of waiting requests while there are pages; Sink takes what it needs of the page tables."""
@@ -351,6 +353,7 @@ class DecodeProcess(EngineProcess):
             self._free_lost(job)
             return
         self._forget(job)
+        self.target.adopt(job.sequence.tables[0], job.cached, len(job.prompt))
         first, hidden = next((w["first"], w["hidden"]) for w in words if w["first"] is not None)
         if self._cold:
             self._begin_draft(job)

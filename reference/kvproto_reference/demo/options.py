@@ -15,7 +15,7 @@ from kvproto.options import Spread
 from ..attention.exchange import OVER_ANY
 from ..attention.flashinfer_kernel import KERNELS
 from ..cache.memory import Allocate, of_jax, shareable
-from ..checkpoint import CHECKPOINTS, check_head, load_config, load_tokenizer
+from ..checkpoint import CHECKPOINTS, check_draft, load_config, load_tokenizer
 from ..engine.description import Layout, hidden_of
 from ..errors import EngineError
 from ..models import ModelConfig
@@ -30,8 +30,8 @@ FRAMEWORKS = ("torch", "jax")
 TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other installed transport (default shm)"
 
 
-SHIPPED = ("mla", "gqa")
-"""Names of the targets that are shipped, and of the drafts."""
+SHIPPED = {"target": ("mla", "gqa", "hybrid"), "draft": ("mla", "gqa"), "head": ("mla", "gqa")}
+"""Names of the targets that are shipped, of the drafts, and of the targets with an EAGLE-3 head."""
 COLD = ("compute", "zero")
 """Ways to begin a draft that prefill lacks."""
 SPECULATE = "tokens that the draft proposes per step; 0: no draft (default 4)"
@@ -134,7 +134,9 @@ class EngineOptions:
         """Raise EngineError for models that do not fit each other, the ranks, or the other options."""
         configs = self.configs
         self.layout.check(configs)
-        check_head(self.folders, configs)
+        check_draft(self.folders, configs)
+        if configs[0].hybrid:
+            self._check_hybrid()
         if not hidden_of(configs):
             return
         for wrong, says in (
@@ -146,6 +148,20 @@ class EngineOptions:
             (self.cold_draft == "compute" and role == "decode",
              "--cold-draft compute needs the target's hidden states of the whole prompt, which a prefill without the"
              " EAGLE-3 head does not hand over: choose --cold-draft zero"),
+        ):  # fmt: skip
+            if wrong:
+                raise EngineError(says)
+
+    def _check_hybrid(self) -> None:
+        """Raise EngineError for what the engines do not do with recurrent states and sliding windows."""
+        layout = self.layout
+        for wrong, says in (
+            (self.framework == "jax", "the JAX engine runs no hybrid model: choose --framework torch"),
+            (self.back_end != "torch", "back end flashinfer runs no hybrid model: choose --back-end torch"),
+            (layout.pp > 1, "layers of a hybrid model are not divided over stages yet: leave --pp out"),
+            (layout.cp > 1, "tokens of a recurrent layer come one after the other, so that context-parallel ranks of"
+             " prefill would wait for each other: leave --cp out"),
+            (layout.dcp > 1, "tokens of a hybrid model are not dealt over ranks of decode yet: leave --dcp out"),
         ):  # fmt: skip
             if wrong:
                 raise EngineError(says)
@@ -429,7 +445,9 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose target and draft; the demo has the same as its engines."""
     for role, alias, default in (("target", "--model", "mla"), ("draft", "--draft-model", "gqa")):
         none = ", eagle, or none" if role == "draft" else ""
-        text = f"mla, gqa, or a checkpoint folder, kvproto's or Hugging Face's{none} (default {default})"
+        text = (
+            f"{', '.join(SHIPPED[role])}, or a checkpoint folder, kvproto's or Hugging Face's{none} (default {default})"
+        )
         parser.add_argument(f"--{role}", alias, dest=role, metavar="DIR", default=default, help=text)
     parser.add_argument(
         "--dtype",
@@ -462,14 +480,14 @@ def draft_folder(name: str, speculate: int, target: str) -> Path | None:
         return None
     if name != "eagle":
         return checkpoint_folder("draft", name)
-    if target not in SHIPPED:
+    if target not in SHIPPED["head"]:
         raise EngineError(f"--draft eagle is a head of target mla or gqa, not of {target}: give the folder of its head")
     return CHECKPOINTS / f"head-{target}"
 
 
 def checkpoint_folder(role: str, name: str) -> Path:
-    """The folder of a shipped checkpoint (`name` is "mla" or "gqa"), or else `name` itself as a folder."""
-    return CHECKPOINTS / f"{role}-{name}" if name in SHIPPED else Path(name)
+    """The folder of a shipped checkpoint (`name` is "mla", "gqa" or "hybrid"), or else `name` itself as a folder."""
+    return CHECKPOINTS / f"{role}-{name}" if name in SHIPPED[role] else Path(name)
 
 
 def private_folder(folder: Path) -> Path:

@@ -186,8 +186,8 @@ class PrefillProcess(EngineProcess):
             self.kept.drop(job.id)
             self.kept.free(job.sequence, rows)
         else:
-            for name, table in self.tables(job.sequence).items():
-                self.pages[name].free(table)
+            for pages, table in zip(self.pages.values(), job.sequence.tables, strict=False):  # none while it waits
+                pages.free(table)
         if word["expired"]:
             says = "nobody fetched the request before its deadline"
             self.tell("refused", id=job.id, error=says, code="DEADLINE")

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from kvproto.events import Event, PoolFree, ProtocolError
 from ..cache import PageAllocator
 from ..cache.memory import device_of
 from ..engine.build import Hosted, torch_hosted
-from ..engine.description import DRAFT, TARGET, geometry
+from ..engine.description import DRAFT, TARGET, geometry, page_tables, windows_of
 from ..engine.kept_pages import KeptPages, names_of
 from ..engine.lockstep import Lockstep, Said
 from ..engine.sampling import SamplingParams
@@ -76,7 +76,18 @@ class EngineProcess:
         if options.host_pages:
             computed_by, pool = names_of(folders, configs), self.pools[world.rank]
             host, storage, ahead = options.host_pages, options.storage, self.draft.ahead if self.draft else 0
-            self.kept = KeptPages(world.rank, pool, computed_by, self.shards, world, host, storage, ahead)
+            self.kept = KeptPages(
+                world.rank,
+                pool,
+                computed_by,
+                self.shards,
+                world,
+                host,
+                storage,
+                ahead,
+                windows_of(configs),
+                self.target.states,
+            )
             self._elsewhere = None  # the pool stays where it is
         self._lockstep = Lockstep(world)
         self._control: Control | None = None
@@ -297,6 +308,7 @@ class EngineProcess:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def tables(self, sequence: TokenSequence) -> dict[str, list[int]]:
+    def tables(self, sequence: TokenSequence) -> dict[str, Sequence[int]]:
         """A sequence's page tables by group name."""
-        return dict(zip(self.pages, sequence.tables, strict=True))
+        last = (len(sequence.prompt) - 1) // self.shards[0].span
+        return page_tables(self.geometry, sequence.tables, last)

@@ -13,9 +13,10 @@ from .. import checkpoint
 from ..attention.base import Exchange
 from ..attention.exchange import Alone, exchange_of
 from ..attention.flashinfer_kernel import FlashInferKernel, kernel_of
+from ..attention.hybrid import HybridAttention
 from ..attention.paged import PagedAttention
 from ..attention.torch_kernel import TorchKernel
-from ..cache import KVPool, Shard
+from ..cache import KVPool, Shard, StatePool
 from ..cache.memory import Allocate
 from ..errors import EngineError
 from ..models import EagleHead, FusedOps, Model, ModelConfig, Ops, Pipeline, TensorParallel, eagle_among, kv_head_of
@@ -61,6 +62,7 @@ def torch_hosted(
     along = world.among([stage[first :: layout.tp] for stage in stages for first in range(layout.tp)])
     among = world.among([ranks[first : first + layout.dcp] for first in ranks[:: layout.dcp]])
     caches: dict[str, KVPool] = {}
+    states: dict[str, StatePool] = {}
     runners: list[Runner] = []
     head = eagle_among(configs)
     taps = head.taps if head else ()
@@ -72,6 +74,8 @@ def torch_hosted(
             runners.append(Elsewhere(place.stages(config.layers), config.vocab, whole, device, ahead))
             continue
         cache = caches[name] = KVPool.allocate(config, pages, mine[name].group.rows, place, device, memory)
+        if config.delta is not None:
+            states[name] = StatePool.allocate(config, pages, mine[name].span, place, device, memory)
         load = checkpoint.load if config.eagle is None else checkpoint.load_head
         loaded = load(folder, place, dtype=config.dtype, device=device)
         context = along if mine[name].count > 1 else None
@@ -85,15 +89,18 @@ def torch_hosted(
             back_end=back_end,
             captured=captured,
             taps=() if model else taps,
+            states=states.get(name),
         )
         runners.append(made)
 
     def elsewhere() -> Mapping[int, Pool]:
         for cache in caches.values():
             cache.move(memory)
-        return {world.rank: hand_over(geometry, caches, world.rank)}
+        for held in states.values():
+            held.move(memory)
+        return {world.rank: hand_over(geometry, caches, world.rank, states.get(TARGET))}
 
-    pools = {world.rank: hand_over(geometry, caches, world.rank)}
+    pools = {world.rank: hand_over(geometry, caches, world.rank, states.get(TARGET))}
     return Hosted(
         pools=pools,
         target=runners[0],
@@ -127,18 +134,25 @@ def torch_runner(
     back_end: str = "torch",
     captured: bool = False,
     taps: Sequence[int] = (),
+    states: StatePool | None = None,
 ) -> Runner:
     """A model over its pool on one rank; DCP ranks merge over the group `among` by an exchange of EXCHANGES.
 
     `context` is the CP group of prefill ranks, on back end torch. `by_token` is as in `PagedAttention`, and `back_end`
     a name of KERNELS. With `captured`, FlashInfer's decode steps are CUDA graphs. `taps` are layers of a target whose
-    hidden states an EAGLE-3 head reads. Raises EngineError where heads cannot be had.
+    hidden states an EAGLE-3 head reads, and `states` where a hybrid model has those of its recurrent layers. Raises
+    EngineError where heads or hybrids cannot be had.
     """
     if captured and (taps or isinstance(model, EagleHead)):
         raise EngineError("CUDA graphs keep no hidden states, which an EAGLE-3 head needs: leave --captured out")
     config, place = model.config, model.tp
     group, own = (where.share(config.heads) for where in (place.together, place))
     heads = kv_head_of(config, place, group), kv_head_of(config, place, own)
+    if config.hybrid and not isinstance(model, EagleHead):
+        if back_end != "torch" or captured or by_token or shard.count > 1:
+            raise EngineError("a hybrid model runs by back end torch, without graphs, and its tokens are not dealt")
+        kernels = TorchKernel(pool, *heads), TorchKernel(pool, *heads, config.window.tokens if config.window else None)
+        return TorchRunner(model, HybridAttention(pool, kernels, Alone(), states), shard, taps)
     if context is not None:
         if isinstance(model, EagleHead):
             raise EngineError("an EAGLE-3 head is not dealt over ranks of prefill: leave --draft-sharded out")

@@ -50,6 +50,7 @@ class Prefiller:
 
     def add(self, sequence: TokenSequence, done: int = 0) -> None:
         """Add a prompt that has its pages, and the rows of its first `done` tokens."""
+        self.target.adopt(sequence.tables[0], done, done)
         self._done[sequence] = done
 
     def drop(self, sequence: TokenSequence) -> int:

@@ -32,12 +32,15 @@ class _Unit:
 class PrefixCache:
     """Gives sequences their pages, some of them with rows already, and keeps what they leave while there is room."""
 
-    def __init__(self, pages: Sequence[PageAllocator], shards: Sequence[Shard], ahead: int = 0) -> None:
+    def __init__(
+        self, pages: Sequence[PageAllocator], shards: Sequence[Shard], ahead: int = 0, last: bool = True
+    ) -> None:
         """Both are of each model: target and draft. If pages do not hold whole runs of a deal, no prefix is kept.
 
         A unit is found for as many further tokens as rows are `ahead`, as its last ones were computed with these.
+        Without `last`, none is found that has the last token of a prompt, so that its page is the sequence's own.
         """
-        self._pages, self._ahead = pages, ahead
+        self._pages, self._ahead, self._last = pages, ahead, last
         self.unit, self._each = tokens_a_unit(shards)
         """Tokens of a unit, 0 if nothing is kept; and its pages in each pool."""
         self._units: dict[Key, _Unit] = {}
@@ -49,7 +52,7 @@ class PrefixCache:
 
         Returns how many tokens of its prompt they hold already; None, taking nothing, while too few pages are free.
         """
-        found = self._find(sequence.prompt)
+        found = self._find(sequence.prompt if self._last else sequence.prompt[:-1])
         for unit in found:
             unit.users += 1
         fresh = [max(n - len(found) * each, 0) for n, each in zip(need, self._each, strict=True)]

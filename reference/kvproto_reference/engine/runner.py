@@ -31,6 +31,8 @@ class Chunk:
     start: int
     pages: Sequence[int]
     every: bool = False
+    proposed: int = 0
+    """How many of the tokens, the last ones, are proposals; `Runner.settle` says which stay."""
     hidden: Tensor | None = None
     """The target's hidden states at these positions [tokens, taps * width]."""
     made: Tensor | None = None
@@ -83,6 +85,24 @@ class Runner(Protocol):
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> Logits:
         """Run one step, whose rows are written to the slots of the page tables."""
         ...
+
+    def settle(self, kept: Sequence[int]) -> None:
+        """Keep so many tokens of each chunk of the last step, at least those that were no proposals.
+
+        Rows of the others are written again; recurrent states go back to where they were before them.
+        """
+        return
+
+    def adopt(self, pages: Sequence[int], shared: int, tokens: int) -> None:
+        """Note that a sequence begins with what its pages hold after `tokens` tokens, such as the recurrent state.
+
+        The pages of the first `shared` tokens may be those of other sequences too.
+        """
+        return
+
+    def states(self, pages: Sequence[int], tokens: int) -> set[int] | None:
+        """The ends of pages up to `tokens` tokens after which they hold the recurrent state; None without such."""
+        return None
 
     def clear(self, pages: Sequence[int]) -> None:
         """Set all rows of these pages to zero."""
@@ -154,7 +174,19 @@ class TorchRunner(TorchModel):
             ids, positions, rows = _begun(self.attention, chunks, self._shard)
             taps = Taps(self._taps) if self._taps else None
             logits = self.model.forward(ids, positions, self.attention, computed, rows, taps)
+            self.attention.end()
             return TorchLogits(logits, self.attention.check, taps.hidden if taps else None)
+
+    def settle(self, kept: Sequence[int]) -> None:
+        self.attention.settle(kept)
+
+    def adopt(self, pages: Sequence[int], shared: int, tokens: int) -> None:
+        if (held := self.attention.states) is not None:
+            held.adopt(pages, shared, tokens)
+
+    def states(self, pages: Sequence[int], tokens: int) -> set[int] | None:
+        held = self.attention.states
+        return None if held is None else held.kept(pages, tokens)
 
 
 class HeadRunner(TorchModel):
@@ -201,7 +233,7 @@ def assemble(
     chunks: Sequence[Chunk], shard: Shard, whole: bool = True
 ) -> tuple[Batch, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The arrays of a step, its tokens [tokens], and those whose logits are wanted [n]; `whole` is as in `batch_of`."""
-    batch = batch_of([Span(chunk.start, len(chunk.tokens), chunk.pages) for chunk in chunks], shard, whole)
+    batch = batch_of([Span(c.start, len(c.tokens), c.pages, c.proposed) for c in chunks], shard, whole)
     tokens = np.concatenate([np.asarray(chunk.tokens, np.int64) for chunk in chunks])
     wanted = [
         np.arange(start if chunk.every else stop - 1, stop)

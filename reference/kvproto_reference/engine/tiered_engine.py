@@ -20,7 +20,7 @@ from ..cache.memory import shareable
 from ..errors import EngineError, OutOfPages
 from ..tokenizer import check_agreement
 from .build import Hosted, torch_hosted
-from .description import DRAFT, Layout, geometry
+from .description import DRAFT, Layout, geometry, windows_of
 from .kept_pages import names_of
 from .prefill import Prefiller
 from .prefix import tokens_a_unit
@@ -88,13 +88,13 @@ class TieredEngine:
         names = names_of(folders, configs)
         ahead = [DRAFT] if made.draft is not None and made.draft.ahead else []
         self.ranks = [
-            Tiers(pool, names, page=self._unit, host=host, storage=storage, ahead=ahead)
+            Tiers(pool, names, page=self._unit, host=host, storage=storage, ahead=ahead, windows=windows_of(configs))
             for _, pool in sorted(made.pools.items())
         ]
         self.tiers = self.ranks[0]
         self._prefiller = Prefiller(made.target, made.draft, chunk)
         self._decoder = SpeculativeDecoder(made.target, made.draft, k)
-        self._keep = keep
+        self._keep, self._states = keep, made.target.states
 
     def answer(self, prompt: Sequence[int], max_new: int) -> Answer:
         """Continue a prompt by the most likely tokens, at most `max_new`; raises OutOfPages."""
@@ -112,7 +112,7 @@ class TieredEngine:
             leases = self._open(chains, room)
         if leases is None:
             raise OutOfPages(f"{room} pages requested, of {self.tiers.device.slots.count}")
-        rows = 0
+        rows, states = 0, None
         try:
             for tiers in self.ranks:
                 tiers.step()
@@ -130,9 +130,10 @@ class TieredEngine:
             for chain in chains:
                 chain.extend([prompt[-1], *sequence.generated])
             rows = sequence.shared if self._keep else 0
+            states = self._states(sequence.tables[0], rows)
         finally:
             for lease in leases:
-                lease.leave(rows)
+                lease.leave(rows, states)
         for tiers in self.ranks:
             tiers.step()
         device = min(leases[0].found["device"], pages)

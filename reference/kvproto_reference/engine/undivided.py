@@ -11,7 +11,7 @@ import torch
 from kvproto import lay_out
 
 from .. import checkpoint
-from ..cache import KVPool, PageAllocator, Shard
+from ..cache import KVPool, PageAllocator, Shard, StatePool
 from ..models import eagle_among
 from ..tokenizer import BYTES, Tokenizer, check_agreement
 from .build import torch_runner
@@ -63,7 +63,7 @@ class Undivided:
         if draft_dir is not None:
             check_agreement(self.tokenizer, checkpoint.load_tokenizer(draft_dir))
         configs = [checkpoint.load_config(folder, dtype) for folder in folders]
-        checkpoint.check_head(folders, configs)
+        checkpoint.check_draft(folders, configs)
         head = eagle_among(configs)
 
         def runner(model: int, folder: Path) -> Runner:
@@ -72,7 +72,11 @@ class Undivided:
             (group,) = lay_out([cache(model, loaded.config, Layout(), page_size)]).groups
             pool = KVPool.allocate(loaded.config, pages, page_size, device=device)
             taps = head.taps if head and not model else ()
-            return torch_runner(loaded, pool, Shard(group, 0), back_end=back_end, taps=taps)
+            shard = Shard(group, 0)
+            states = None
+            if loaded.config.delta is not None:
+                states = StatePool.allocate(loaded.config, pages, shard.span, loaded.tp, device)
+            return torch_runner(loaded, pool, shard, back_end=back_end, taps=taps, states=states)
 
         self.rounds = checkpoint.load_config(target_dir, dtype).dtype != "float32"
         """Whether the last bits of logits depend on what else was in a step."""

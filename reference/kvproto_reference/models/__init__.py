@@ -1,17 +1,18 @@
 """Model kinds, their sizes, and how TP, DCP and pipeline ranks share them."""
 
-from .base import Attention, Cached, Dense, Model, Rows, Taps
-from .config import EagleConfig, ModelConfig, MoeConfig
+from .base import Attention, Cached, Dense, Model, Recurrence, Rows, State, Taps
+from .config import DeltaConfig, EagleConfig, ModelConfig, MoeConfig, WindowConfig
 from .decoder import Decoder
 from .eagle import EagleHead, eagle_among
 from .ops import FusedOps, Ops
-from .parallel import SOLO, Pipeline, TensorParallel, cut, kv_head_of, kv_head_range
+from .parallel import SOLO, Pipeline, TensorParallel, cut, delta_heads, kv_head_of, kv_head_range
 
 __all__ = [
     "SOLO",
     "Attention",
     "Cached",
     "Decoder",
+    "DeltaConfig",
     "Dense",
     "EagleConfig",
     "EagleHead",
@@ -21,10 +22,14 @@ __all__ = [
     "MoeConfig",
     "Ops",
     "Pipeline",
+    "Recurrence",
     "Rows",
+    "State",
     "Taps",
     "TensorParallel",
+    "WindowConfig",
     "cut",
+    "delta_heads",
     "eagle_among",
     "kv_head_of",
     "kv_head_range",
