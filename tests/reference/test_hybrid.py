@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kvproto import Prompt, Sink, Source, lay_out, new_ticket
@@ -18,9 +20,10 @@ from kvproto_reference import checkpoint
 from kvproto_reference.cache import KVPool, PageAllocator, Shard, StatePool
 from kvproto_reference.cache.memory import shareable
 from kvproto_reference.cache.states import CONV, SSM, shapes_of
+from kvproto_reference.cache.windows import check_window, first_row, needed, window_table
 from kvproto_reference.demo.options import parse
 from kvproto_reference.engine.build import torch_runner
-from kvproto_reference.engine.description import STATES, Layout, cache, caches, geometry, hand_over, page_tables
+from kvproto_reference.engine.description import STATES, WINDOW, Layout, cache, caches, geometry, hand_over, page_tables
 from kvproto_reference.engine.prefill import Prefiller
 from kvproto_reference.engine.prefix import PrefixCache
 from kvproto_reference.engine.runner import Chunk, Runner
@@ -132,22 +135,25 @@ class Alone:
     """A hybrid model over pools of its own."""
 
     model: Decoder
-    rows: KVPool
     states: StatePool
     runner: Runner
 
     @classmethod
     def of(cls, model: Decoder, page: int = PAGE, pages: int = PAGES) -> "Alone":
         (group,) = lay_out([cache(0, model.config, Layout(), page)]).groups
-        rows, shard = KVPool.allocate(model.config, pages, page), Shard(group, 0)
+        rows, windows = (KVPool.allocate(model.config, pages, page, windowed=windowed) for windowed in (False, True))
+        shard = Shard(group, 0)
         states = StatePool.allocate(model.config, pages, shard.span, model.tp)
-        for tensor in (*rows.tensors.values(), *states.tensors.values()):
-            tensor.fill_(torch.nan)  # what is read and is not written yet spoils everything
-        return cls(model, rows, states, torch_runner(model, rows, shard, states=states))
+        for tensors in (rows.tensors, windows.tensors, states.tensors):
+            for tensor in tensors.values():
+                tensor.fill_(torch.nan)  # what is read and is not written yet spoils everything
+        return cls(model, states, torch_runner(model, rows, shard, windows=windows, states=states))
 
-    def run(self, ids: Sequence[int], start: int, pages: Sequence[int], proposed: int = 0) -> Tensor:
-        """Logits [tokens, vocab] of one step."""
-        logits = self.runner.run([Chunk(ids, start, pages, every=True, proposed=proposed)])
+    def run(
+        self, ids: Sequence[int], start: int, pages: Sequence[int], proposed: int = 0, window: Sequence[int] = ()
+    ) -> Tensor:
+        """Logits [tokens, vocab] of one step; its window has a page for each of the others if none are given."""
+        logits = self.runner.run([Chunk(ids, start, pages, True, proposed, window or pages)])
         return logits.values  # type: ignore[attr-defined,no-any-return]
 
     def state(self, pages: Sequence[int], count: int) -> list[Tensor]:
@@ -180,8 +186,8 @@ def test_sequences_in_one_step_do_not_disturb_each_other(model: Decoder) -> None
     ids, other, alone = tokens(20), tokens(45)[20:], Alone.of(model)
     mine, theirs = [5, 1, 3], [0, 2, 9, 4]
     alone.run(ids[:10], 0, mine)
-    alone.runner.run([Chunk(ids[10:17], 10, mine), Chunk(other[:16], 0, theirs)])
-    both = alone.runner.run([Chunk(ids[17:], 17, mine, True), Chunk(other[16:], 16, theirs, True)])
+    alone.runner.run([Chunk(ids[10:17], 10, mine, window=mine), Chunk(other[:16], 0, theirs, window=theirs)])
+    both = alone.runner.run([Chunk(ids[17:], 17, mine, True, 0, mine), Chunk(other[16:], 16, theirs, True, 0, theirs)])
     close(both.values, torch.cat([full(model, ids)[17:], full(model, other)[16:]]), 1e-4)  # type: ignore[attr-defined]
 
 
@@ -206,6 +212,36 @@ def test_the_undivided_engine_writes_what_the_whole_forward_says(
         assert engine._pages[0].available == 24
 
 
+# sliding windows
+
+
+@pytest.mark.parametrize(("page", "chunk"), [(4, 5), (8, 1), (8, 16), (16, 7)])
+def test_a_window_moves_in_a_few_pages(model: Decoder, page: int, chunk: int) -> None:
+    ids, most, alone = tokens(61), needed(CONFIG, page, chunk), Alone.of(model, page)
+    pages, window = PageAllocator(16, seed=3).allocate(-(-61 // page)), [*range(15, 15 - most, -1)]
+    assert len(window) < len(pages)
+    steps = [alone.run(ids[i : i + chunk], i, pages, window=window) for i in range(0, len(ids), chunk)]
+    close(torch.cat(steps), full(model, ids), 1e-4)
+
+
+@given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 30))
+def test_a_page_is_used_again_when_the_window_has_left_it(reach: int, page: int, most: int) -> None:
+    """The pages that are needed, and no fewer, let all rows that a step reads or writes lie in places of their own."""
+    config = attrs.evolve(CONFIG, window=WindowConfig(layers=(1,), tokens=reach))
+    own, refused = [*range(needed(config, page, most))], 0
+    for start in range(reach + page):
+        stop = start + most
+        check_window(own, reach, page, start, stop)
+        table = window_table(own, -(-stop // page))
+        places = [(table[at // page], at % page) for at in range(first_row(reach, start), stop)]
+        assert len({*places}) == len(places)
+        try:
+            check_window(own[1:], reach, page, start, stop)
+        except EngineError as error:
+            refused += f"a window of {reach} tokens needs {len(own)} pages for positions {start}" in str(error)
+    assert refused
+
+
 # speculation
 
 
@@ -223,7 +259,7 @@ def test_the_state_after_each_step_is_that_of_the_accepted_tokens(
     pages = PageAllocator(PAGES, seed=1)
     sequence = TokenSequence(
         prompt=list(prompt), max_new=40, sampling=SamplingParams(temperature=temperature, seed=5),
-        tables=[pages.allocate(14), [*range(14)]],
+        tables=[pages.allocate(14), [*range(14)], [2, 9, 7, 11, 3, 8, 1, 12, 0]],
     )  # fmt: skip
     prefiller, decoder = Prefiller(target.runner, second, 16), SpeculativeDecoder(target.runner, second, k=4)
     prefiller.add(sequence)
@@ -235,7 +271,7 @@ def test_the_state_after_each_step_is_that_of_the_accepted_tokens(
         decoder.step([sequence])
         accepted.add(sequence.stats.accepted - before)
         fresh, ids = Alone.of(model), sequence.text(0, sequence.valid)
-        fresh.run(ids, 0, sequence.tables[0])
+        fresh.run(ids, 0, sequence.tables[0], window=sequence.tables[0])
         ends = target.runner.states(sequence.tables[0], len(ids))
         assert ends == fresh.runner.states(sequence.tables[0], len(ids))
         for count in {*(ends or ()), len(ids)}:
@@ -280,7 +316,8 @@ def test_a_page_that_another_sequence_had_is_no_state_of_the_next(model: Decoder
     ids, alone = tokens(24), Alone.of(model)
     alone.run(ids, 0, [5, 1, 3])
     assert alone.runner.states([5, 1, 3], 24) == {8, 16, 24}
-    alone.runner.adopt([5, 1, 3], 8, 20)  # a prefix of one page was found, and a state after 20 tokens has arrived
+    alone.runner.begin([5, 1, 3], 8)  # a prefix of one page was found
+    alone.runner.arrived([5, 1, 3], 20)
     assert alone.runner.states([5, 1, 3], 24) == {8}
     with pytest.raises(EngineError, match="item 1 has no state"):
         alone.run(ids[16:], 16, [5, 1, 3])
@@ -289,16 +326,17 @@ def test_a_page_that_another_sequence_had_is_no_state_of_the_next(model: Decoder
 def test_the_page_of_the_last_token_is_the_sequences_own() -> None:
     """A state arrives in it, so it may be no page that others read, even if all of a prompt was found."""
     (group,) = lay_out([cache(0, CONFIG, Layout(), 4)]).groups
-    for last, found in ((False, 4), (True, 8)):
-        allocator = PageAllocator(8)
-        prefixes = PrefixCache([allocator], [Shard(group, 0)], last=last)
+    for hybrid, found in ((True, 4), (False, 8)):
+        prefixes = PrefixCache([PageAllocator(8), PageAllocator(5)], [Shard(group, 0)], hybrid=hybrid)
         first, second = (TokenSequence(prompt=[*range(8)], max_new=1) for _ in range(2))
-        prefixes.allocate(first, [2])
+        prefixes.allocate(first, [2, 3])
         first.append([1])
         prefixes.free(first, first.valid)
-        assert prefixes.allocate(second, [2]) == found
+        assert prefixes.available == [8, 5]  # pages in which windows move are not kept
+        assert prefixes.allocate(second, [2, 3]) == found
+        assert [*map(len, second.tables)] == [2, 3]
         prefixes.free(second, 0)
-        assert prefixes.available == [8]
+        assert prefixes.available == [8, 5]
 
 
 class Rank:
@@ -310,12 +348,14 @@ class Rank:
         self.geometry = geometry([folder], [config], "bytes", layout, page)
         (group,) = (g for g in self.geometry.groups if g.name == "target")
         self.span = Shard(group, 0).span
-        self.rows = KVPool.allocate(config, PAGES, page, tp, memory=shareable)
+        rows, windows = (
+            KVPool.allocate(config, PAGES, page, tp, memory=shareable, windowed=windowed) for windowed in (False, True)
+        )
         self.states = StatePool.allocate(config, PAGES, self.span, tp, memory=shareable)
-        self.pool = hand_over(self.geometry, {"target": self.rows}, tp.rank, self.states)
+        self.pool = hand_over(self.geometry, {"target": rows, WINDOW: windows}, tp.rank, self.states)
 
     def tables(self, pages: Sequence[int], count: int) -> dict[str, Sequence[int]]:
-        return page_tables(self.geometry, [pages], (count - 1) // self.span)
+        return page_tables(self.geometry, {"target": pages, WINDOW: pages}, (count - 1) // self.span)
 
 
 @pytest.mark.parametrize(
@@ -397,6 +437,7 @@ REFUSED = {
     "--pp 2": "leave --pp out",
     "--cp 2": "leave --cp out",
     "--tp 2 --dcp 2": "leave --dcp out",
+    "--window-pages 7": "raise --window-pages",
     "--framework jax": "choose --framework torch",
     f"--draft {SHIPPED}": "choose a draft with attention in all layers",
 }

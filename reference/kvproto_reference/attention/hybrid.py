@@ -1,4 +1,4 @@
-"""Attention of a hybrid model: full attention and sliding windows over one paged pool, and states beside it."""
+"""Attention of a hybrid model: full attention and sliding windows over paged pools, and recurrent states."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ..cache.pool import KVPool
+from ..cache.sharding import Shard
 from ..cache.states import StatePool
+from ..cache.windows import check_window, window_table
 from ..errors import EngineError
 from ..models import Recurrence, Rows, State
 from .base import Exchange, Kernel
-from .batch import Batch, Span
+from .batch import Batch, Span, batch_of
 from .paged import PagedAttention
 
 __all__ = ["HybridAttention"]
@@ -39,13 +41,17 @@ class HybridAttention(PagedAttention):
     """
 
     def __init__(
-        self, pool: KVPool, kernels: tuple[Kernel, Kernel], exchange: Exchange, states: StatePool | None
+        self,
+        full: tuple[KVPool, Kernel],
+        window: tuple[KVPool, Kernel] | None,
+        states: StatePool | None,
+        shard: Shard,
+        exchange: Exchange,
     ) -> None:
-        """`kernels` are of the layers that attend to all tokens, and of those with a sliding window."""
-        full, window = kernels
-        super().__init__(pool, full, exchange)
-        self._window = PagedAttention(pool, window, exchange)
-        self._states, self._config = states, pool.config
+        """Pools and kernels of the layers that attend to all tokens, and of those with a sliding window."""
+        super().__init__(*full, exchange)
+        self._window = None if window is None else PagedAttention(*window, exchange)
+        self._states, self._config, self._shard = states, self.pool.config, shard
         self._steps: list[_Steps] = []
         self._tried: list[dict[int, dict[int, State]]] = []
         """By span, layer and count of tokens: the states after proposals of the last step."""
@@ -56,7 +62,8 @@ class HybridAttention(PagedAttention):
 
     def begin(self, batch: Batch, places: Tensor | None = None) -> None:
         super().begin(batch, places)
-        self._window.begin(batch, places)
+        if self._window is not None:
+            self._window.begin(batch_of([self._windowed(span) for span in batch.spans], self._shard), places)
         if self._states is not None:
             self._steps = [_steps(span, self._states) for span in batch.spans]
             self._tried = [{} for _ in batch.spans]
@@ -64,8 +71,14 @@ class HybridAttention(PagedAttention):
                 for count in steps.sure:  # nothing may go on from them before the step is over
                     self._states.after.pop(self._states.item(span.pages, span.start + count), None)
 
+    def _windowed(self, span: Span) -> Span:
+        """The same tokens, with the page table of layers with a sliding window."""
+        stop, reach = span.start + span.count, self._config.window.tokens if self._config.window else 0
+        check_window(span.window, reach, self.pool.page_size, span.start, stop)
+        return attrs.evolve(span, pages=window_table(span.window, self._shard.pages(stop)))
+
     def attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
-        if self._config.reach(layer) is not None:
+        if self._window is not None and self._config.reach(layer) is not None:
             return self._window.attend(layer, q, rows)
         return super().attend(layer, q, rows)
 

@@ -74,15 +74,10 @@ class StatePool:
             raise EngineError(f"position {start} needs the state after {start} tokens, and item {item} has {has}")
         return item
 
-    def adopt(self, pages: Sequence[int], shared: int, tokens: int) -> None:
-        """Note that a sequence begins with the state after `tokens` tokens in its item, and in its own pages no other.
-
-        The pages of the first `shared` tokens may be those of other sequences too.
-        """
+    def begin(self, pages: Sequence[int], shared: int) -> None:
+        """Forget the states in the pages of a new sequence, but those of its first `shared` tokens."""
         for item in pages[shared // self.span :]:
             self.after.pop(item, None)
-        if tokens:
-            self.after[self.item(pages, tokens)] = tokens
 
     def kept(self, pages: Sequence[int], tokens: int) -> set[int]:
         """The ends of pages, in tokens up to `tokens`, after which the pages of a sequence hold the state."""

@@ -23,6 +23,7 @@ from .options import (
     add_models,
     add_spread,
     add_stages,
+    add_window_pages,
 )
 from .trouble import KINDS
 
@@ -81,6 +82,7 @@ class DemoOptions:
     part: int | None = None
     costs: Path | None = None
     pages: int = 160
+    window_pages: int | None = None
     tcp: bool = False
     namespaces: bool = False
     attach: Path | None = None
@@ -150,6 +152,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--cold-draft", choices=COLD, nargs="?", const=COLD[0],
         help="prefill has no draft: decode's begins with zero rows, or computes them (default compute)")  # fmt: skip
     add("--pages", type=int, default=160, help="pages in each pool (default 160)")
+    add_window_pages(parser)
     add("--part", type=int, help="least bytes that prefill sends at a time while it computes (default 16 MiB)")
     add("--costs", type=Path, metavar="FILE", help="results of `kvproto probe`, which say what runs are long")
     add("--tcp", action="store_true", help="run sessions over loopback TCP, encrypted by CURVE, instead of ipc")

@@ -15,6 +15,7 @@ from kvproto.options import Spread
 from ..attention.exchange import OVER_ANY
 from ..attention.flashinfer_kernel import KERNELS
 from ..cache.memory import Allocate, of_jax, shareable
+from ..cache.windows import needed
 from ..checkpoint import CHECKPOINTS, check_draft, load_config, load_tokenizer
 from ..engine.description import Layout, hidden_of
 from ..errors import EngineError
@@ -61,6 +62,8 @@ class EngineOptions:
     """Which data-parallel replica this is."""
     pages: int
     page_size: int
+    window_pages: int | None
+    """Pages of the pool in which sliding windows move; None: as many as the others have."""
     chunk: int
     part: int | None
     """Bytes of computed rows that are worth a separate copy; None: kvproto's default."""
@@ -154,8 +157,11 @@ class EngineOptions:
 
     def _check_hybrid(self) -> None:
         """Raise EngineError for what the engines do not do with recurrent states and sliding windows."""
-        layout = self.layout
+        layout, window = self.layout, needed(self.configs[0], self.page_size, max(self.chunk, self.speculate + 1))
+        have = self.window_pages or self.pages
         for wrong, says in (
+            (window > have, f"a sliding window needs {window} pages of {self.page_size} tokens for steps of"
+             f" {max(self.chunk, self.speculate + 1)}, and its pool has {have}: raise --window-pages"),
             (self.framework == "jax", "the JAX engine runs no hybrid model: choose --framework torch"),
             (self.back_end != "torch", "back end flashinfer runs no hybrid model: choose --back-end torch"),
             (layout.pp > 1, "layers of a hybrid model are not divided over stages yet: leave --pp out"),
@@ -188,7 +194,8 @@ class EngineOptions:
 
 
 _COUNTS = (
-    "tp", "pp", "virtual", "draft_tp", "cp", "dcp", "interleave", "pages", "page_size", "chunk", "sources",
+    "tp", "pp", "virtual", "draft_tp", "cp", "dcp", "interleave", "pages", "page_size", "window_pages", "chunk",
+    "sources",
 )  # fmt: skip
 """Options that are at least 1."""
 
@@ -217,6 +224,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         replica=args.replica,
         pages=args.pages,
         page_size=args.page_size,
+        window_pages=args.window_pages,
         address=_address(args),
         target=checkpoint_folder("target", args.target),
         draft=draft_folder(args.draft, args.speculate, args.target),
@@ -276,6 +284,7 @@ def _parser(role: str) -> argparse.ArgumentParser:
     add("--insecure", action="store_true", help="allow TCP without keys")
     add("--pages", type=int, default=160, help="pages in each pool (default 160)")
     add("--page-size", type=int, default=16, help="tokens per page (default 16)")
+    add_window_pages(parser)
     add("--chunk", type=int, default=64, help="prompt tokens per prefill step (default 64)")
     add("--host-pages", type=int, default=0, metavar="N", help="keep up to N pages on the host for reuse")
     stores = "also store them: in a folder, packs:FOLDER or s3://BUCKET/PREFIX"
@@ -391,6 +400,8 @@ def _check(role: str, args: argparse.Namespace) -> None:
          "--back-end flashinfer needs FlashInfer: pip install 'kvproto[flashinfer]'"),
         (args.storage and not kept, "--storage needs --host-pages: pages go there from the host"),
         (kept < 0, f"--host-pages must be at least 0, not {kept}"),
+        (kept and args.window_pages,
+         "--host-pages keeps the pages of sliding windows with the others: leave --window-pages out"),
         (kept and (gpus or jax),
          "--host-pages is of torch on the host: pools of a GPU, and ranks of JAX, are not kept yet"),
         (kept and (vars(args).get("intent") or vars(args).get("spans")),
@@ -408,6 +419,12 @@ def add_back_end(parser: argparse.ArgumentParser) -> None:
     """Add the option that chooses torch's attention; the demo has the same for both engines."""
     text = "what computes attention in torch; flashinfer: on GPUs with --dtype bfloat16 or float16 (default torch)"
     parser.add_argument("--back-end", choices=KERNELS, default="torch", help=text)
+
+
+def add_window_pages(parser: argparse.ArgumentParser) -> None:
+    """Add `--window-pages`; the demo has the same as its engines."""
+    text = "pages in the pool of a hybrid's sliding windows, which are used again as they move (default: as --pages)"
+    parser.add_argument("--window-pages", type=int, metavar="N", help=text)
 
 
 def add_captured(parser: argparse.ArgumentParser) -> None:

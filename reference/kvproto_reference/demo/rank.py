@@ -15,8 +15,9 @@ from kvproto.events import Event, PoolFree, ProtocolError
 
 from ..cache import PageAllocator
 from ..cache.memory import device_of
+from ..cache.windows import needed
 from ..engine.build import Hosted, torch_hosted
-from ..engine.description import DRAFT, TARGET, geometry, page_tables, windows_of
+from ..engine.description import DRAFT, TARGET, WINDOW, geometry, page_tables, windows_of
 from ..engine.kept_pages import KeptPages, names_of
 from ..engine.lockstep import Lockstep, Said
 from ..engine.sampling import SamplingParams
@@ -60,6 +61,10 @@ class EngineProcess:
         """Which tokens of a sequence each model's pool stores."""
         names = (TARGET, DRAFT)[: len(folders)]
         self.pages = {name: PageAllocator(options.pages, options.seed + i) for i, name in enumerate(names)}
+        self._window = needed(configs[0], options.page_size, max(options.chunk, options.speculate + 1))
+        """Pages in which the sliding windows of a request move; 0 without such."""
+        if self._window:
+            self.pages[WINDOW] = PageAllocator(options.window_pages or options.pages, options.seed)
         self.status: int | None = None
         """The exit status, as soon as the engine is to end."""
         self.said: Said = []
@@ -111,6 +116,7 @@ class EngineProcess:
             options.memory,
             options.back_end,
             options.captured,
+            options.window_pages,
         )
 
     # the loop
@@ -292,14 +298,15 @@ class EngineProcess:
         )
 
     def need(self, tokens: int) -> tuple[int, ...]:
-        """Pages that `tokens` tokens take on every rank, in each model's pool."""
-        return tuple(shard.pages(tokens) for shard in self.shards)
+        """Pages that `tokens` tokens take on every rank, in each pool."""
+        windows = (self._window if tokens else 0,) if self._window else ()
+        return (*(shard.pages(tokens) for shard in self.shards), *windows)
 
     def check_room(self, tokens: int) -> None:
         """Raise EngineError for a request that the pools can never hold."""
         if self.kept is not None:
             self.kept.check_room(tokens)
-        need, room = max(self.need(tokens)), self.options.pages
+        need, room = max(shard.pages(tokens) for shard in self.shards), self.options.pages
         if need > room:
             raise EngineError(f"{tokens} tokens need {need} pages, the pools have {room}")
 
@@ -311,4 +318,4 @@ class EngineProcess:
     def tables(self, sequence: TokenSequence) -> dict[str, Sequence[int]]:
         """A sequence's page tables by group name."""
         last = (len(sequence.prompt) - 1) // self.shards[0].span
-        return page_tables(self.geometry, sequence.tables, last)
+        return page_tables(self.geometry, dict(zip(self.pages, sequence.tables, strict=True)), last)

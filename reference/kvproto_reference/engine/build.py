@@ -22,7 +22,7 @@ from ..errors import EngineError
 from ..models import EagleHead, FusedOps, Model, ModelConfig, Ops, Pipeline, TensorParallel, eagle_among, kv_head_of
 from .captured import CapturedRunner
 from .context import ContextRunner
-from .description import DRAFT, TARGET, Layout, hand_over, shards
+from .description import DRAFT, TARGET, WINDOW, Layout, hand_over, shards
 from .runner import Elsewhere, HeadRunner, Runner, TorchRunner
 from .world import World
 
@@ -55,8 +55,12 @@ def torch_hosted(
     memory: Allocate,
     back_end: str = "torch",
     captured: bool = False,
+    window_pages: int | None = None,
 ) -> Hosted:
-    """One rank of an engine in torch, which has a process for each; `torch_runner` says what the last two are."""
+    """One rank of an engine in torch, which has a process for each; `torch_runner` says what two of the last are.
+
+    Sliding windows have `window_pages` pages (None: as many as the rest).
+    """
     mine, ranks = shards(geometry, world.rank), range(layout.ranks)
     stages = [ranks[first : first + layout.stage] for first in ranks[:: layout.stage]]
     along = world.among([stage[first :: layout.tp] for stage in stages for first in range(layout.tp)])
@@ -74,6 +78,10 @@ def torch_hosted(
             runners.append(Elsewhere(place.stages(config.layers), config.vocab, whole, device, ahead))
             continue
         cache = caches[name] = KVPool.allocate(config, pages, mine[name].group.rows, place, device, memory)
+        if config.window is not None:
+            caches[WINDOW] = KVPool.allocate(
+                config, window_pages or pages, mine[name].group.rows, place, device, memory, windowed=True
+            )
         if config.delta is not None:
             states[name] = StatePool.allocate(config, pages, mine[name].span, place, device, memory)
         load = checkpoint.load if config.eagle is None else checkpoint.load_head
@@ -89,6 +97,7 @@ def torch_hosted(
             back_end=back_end,
             captured=captured,
             taps=() if model else taps,
+            windows=caches.get(WINDOW) if config.window else None,
             states=states.get(name),
         )
         runners.append(made)
@@ -134,14 +143,15 @@ def torch_runner(
     back_end: str = "torch",
     captured: bool = False,
     taps: Sequence[int] = (),
+    windows: KVPool | None = None,
     states: StatePool | None = None,
 ) -> Runner:
     """A model over its pool on one rank; DCP ranks merge over the group `among` by an exchange of EXCHANGES.
 
     `context` is the CP group of prefill ranks, on back end torch. `by_token` is as in `PagedAttention`, and `back_end`
     a name of KERNELS. With `captured`, FlashInfer's decode steps are CUDA graphs. `taps` are layers of a target whose
-    hidden states an EAGLE-3 head reads, and `states` where a hybrid model has those of its recurrent layers. Raises
-    EngineError where heads or hybrids cannot be had.
+    hidden states an EAGLE-3 head reads. `windows` and `states` are of a hybrid's layers with a sliding window, and of
+    its recurrent ones. Raises EngineError where heads or hybrids cannot be had.
     """
     if captured and (taps or isinstance(model, EagleHead)):
         raise EngineError("CUDA graphs keep no hidden states, which an EAGLE-3 head needs: leave --captured out")
@@ -151,8 +161,12 @@ def torch_runner(
     if config.hybrid and not isinstance(model, EagleHead):
         if back_end != "torch" or captured or by_token or shard.count > 1:
             raise EngineError("a hybrid model runs by back end torch, without graphs, and its tokens are not dealt")
-        kernels = TorchKernel(pool, *heads), TorchKernel(pool, *heads, config.window.tokens if config.window else None)
-        return TorchRunner(model, HybridAttention(pool, kernels, Alone(), states), shard, taps)
+        if (config.window is None) != (windows is None) or (config.delta is None) != (states is None):
+            raise EngineError("a hybrid model needs pools of its own for sliding windows, and for recurrent states")
+        full, window = (pool, TorchKernel(pool, *heads)), None
+        if config.window is not None and windows is not None:
+            window = windows, TorchKernel(windows, *heads, config.window.tokens)
+        return TorchRunner(model, HybridAttention(full, window, states, shard, Alone()), shard, taps)
     if context is not None:
         if isinstance(model, EagleHead):
             raise EngineError("an EAGLE-3 head is not dealt over ranks of prefill: leave --draft-sharded out")

@@ -12,6 +12,7 @@ from kvproto import Block, Cache, DType, Geometry, ItemKind, Parallel, Pool, lay
 
 from ..cache import KVPool, Shard, StatePool
 from ..cache.states import CONV, SSM
+from ..cache.windows import window_table
 from ..checkpoint import check_draft, fingerprint
 from ..errors import EngineError
 from ..models import ModelConfig, TensorParallel, delta_heads, eagle_among, kv_head_range
@@ -210,7 +211,7 @@ def _states(config: ModelConfig, layout: Layout) -> list[Cache]:
 def cache(model: int, config: ModelConfig, layout: Layout, page_size: int, name: str | None = None) -> Cache:
     """The rows of the target (0) or the draft (1): of layers that attend to all tokens, or those of group WINDOW."""
     windowed, name, dtype = name == WINDOW, name or (TARGET, DRAFT)[model], _DTYPES[config.dtype]
-    layers = [i for i in range(config.layers) if not config.recurs(i) and (config.reach(i) is not None) == windowed]
+    layers = config.row_layers(windowed)
     size = layout.shares(model)
     ranks = [layout.place(model, TensorParallel(rank, size)) for rank in range(size)]
     shares = [kv_head_range(config, place) for place in ranks][:: ranks[0].dcp]
@@ -261,7 +262,7 @@ def bytes_a_token(geometry: Geometry) -> dict[str, float]:
 
 
 def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int, states: StatePool | None = None) -> Pool:
-    """The pool of one rank, made of the tensors that the engine computes with: of each model, and states of a hybrid.
+    """The pool of one rank, made of the tensors that the engine computes with: rows by group name, and states.
 
     The last page of rows, which no sequence gets, is not part of it.
     """
@@ -270,10 +271,11 @@ def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int, state
         group = groups[share.group]
         if group.kind == ItemKind.HANDOFF:
             continue
-        pool = caches[(TARGET, DRAFT)[group.model]]
-        held = {key: tensor[: pool.pages] for key, tensor in pool.tensors.items()}
         if group.kind == ItemKind.SLOT and states is not None:
             held = {key: tensor.flatten(2) for key, tensor in states.tensors.items()}
+        else:
+            pool = caches[group.name]
+            held = {key: tensor[: pool.pages] for key, tensor in pool.tensors.items()}
         layers = share.layers.tolist()
         tensors[group.name] = {part.name: [held[layer, part.name] for layer in layers] for part in group.parts}
         axes[group.name] = _AXES.get(group.name, "page token head dim")
@@ -283,14 +285,13 @@ def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int, state
 _AXES = {STATES[CONV]: "slot row lane", STATES[SSM]: "slot head dim"}
 
 
-def page_tables(geometry: Geometry, tables: Sequence[Sequence[int]], last: int) -> dict[str, Sequence[int]]:
-    """By group name, the page tables of a sequence, given those of target and draft, and the slot of its states.
+def page_tables(geometry: Geometry, tables: Mapping[str, Sequence[int]], last: int) -> dict[str, Sequence[int]]:
+    """By group name, the page tables of a prompt, given those of each pool, and the slot of its states.
 
-    The slot is that of the page at index `last`, to which the last token of the prompt belongs.
+    The last token belongs to the page at index `last`, and its slot is that of the state.
     """
-    found: dict[str, Sequence[int]] = {}
-    for group in geometry.groups:
-        if group.kind != ItemKind.HANDOFF:
-            table = tables[group.model]
-            found[group.name] = table[last : last + 1] if group.kind == ItemKind.SLOT else table
-    return found
+    found = {name: table for name, table in tables.items() if name != WINDOW}
+    if WINDOW in tables:
+        found[WINDOW] = window_table(tables[WINDOW], last + 1)
+    slots = [group.name for group in geometry.groups if group.kind == ItemKind.SLOT]
+    return found | dict.fromkeys(slots, tables[TARGET][last : last + 1])

@@ -94,10 +94,8 @@ class KeptPages:
         if not self.unit:
             raise EngineError("--host-pages needs pages that hold whole runs of the deal: choose another --interleave")
         ahead_of = [DRAFT] if ahead else []
-        self.tiers = Tiers(
-            pool, names, page=self.unit, host=host, storage=storage, ahead=ahead_of, windows=windows or {}
-        )
-        self._states = states
+        self.tiers = Tiers(pool, names, page=self.unit, host=host, storage=storage, ahead=ahead_of, windows=windows)
+        self._states, self._windows = states, windows or {}
         self._rank, self._world, self._ahead = rank, world, ahead
         self._coming: dict[str, _Coming] = {}
         self._held: dict[TokenSequence, _Held] = {}
@@ -171,17 +169,22 @@ class KeptPages:
         del self._coming[id]
         self._held[one.sequence] = _Held(lease, one.count)
         one.sequence.tables = [[slot * each + i for slot in lease.slots for i in range(each)] for each in self._each]
+        if self._windows:  # they have a page for each of the rest, so that all of them stay
+            one.sequence.tables.append(one.sequence.tables[0])
         device = min(lease.found["device"], pages)
         storage = min(one.taken, pages - device)
         where = {"device": device, "host": pages - device - storage, "storage": storage}
         return pages * self.unit, {name: count * self.unit for name, count in where.items()}
 
-    def free(self, sequence: TokenSequence, valid: int) -> None:
-        """Take a request's pages back, and keep those of its first `valid` tokens."""
+    def free(self, sequence: TokenSequence, valid: int, windows: int = 0) -> None:
+        """Take a request's pages back, and keep those of its first `valid` tokens.
+
+        `windows` is the token from which rows of sliding windows are there.
+        """
         if (held := self._held.pop(sequence, None)) is None:
             return
         held.lease.chain.extend(sequence.text(held.count, valid + self._ahead))
-        held.lease.leave(valid, self._states(sequence.tables[0], valid))
+        held.lease.leave(valid, self._states(sequence.tables[0], valid), windows)
         self._left += 1
         self.tiers.step()
 

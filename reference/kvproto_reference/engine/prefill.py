@@ -50,7 +50,7 @@ class Prefiller:
 
     def add(self, sequence: TokenSequence, done: int = 0) -> None:
         """Add a prompt that has its pages, and the rows of its first `done` tokens."""
-        self.target.adopt(sequence.tables[0], done, done)
+        self.target.begin(sequence.tables[0], done)
         self._done[sequence] = done
 
     def drop(self, sequence: TokenSequence) -> int:
@@ -75,7 +75,9 @@ class Prefiller:
         chunks, at = [], 0
         for s, lo, hi in some:
             own = None if hidden is None else hidden[at : at + hi - lo]
-            chunks.append(Chunk(s.text(lo + runner.ahead, hi + runner.ahead), lo, s.tables[model], hidden=own))
+            window = s.tables[-1] if runner.windowed else ()
+            text = s.text(lo + runner.ahead, hi + runner.ahead)
+            chunks.append(Chunk(text, lo, s.tables[model], window=window, hidden=own))
             at += hi - lo
         return runner.run(chunks, partial(self._tell, [(s, hi) for s, _, hi in some], model))
 

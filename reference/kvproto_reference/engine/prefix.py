@@ -33,16 +33,18 @@ class PrefixCache:
     """Gives sequences their pages, some of them with rows already, and keeps what they leave while there is room."""
 
     def __init__(
-        self, pages: Sequence[PageAllocator], shards: Sequence[Shard], ahead: int = 0, last: bool = True
+        self, pages: Sequence[PageAllocator], shards: Sequence[Shard], ahead: int = 0, hybrid: bool = False
     ) -> None:
         """Both are of each model: target and draft. If pages do not hold whole runs of a deal, no prefix is kept.
 
-        A unit is found for as many further tokens as rows are `ahead`, as its last ones were computed with these.
-        Without `last`, none is found that has the last token of a prompt, so that its page is the sequence's own.
+        A unit is found for as many further tokens as rows are `ahead`, as its last ones were computed with these. Of a
+        `hybrid` target none is found that has the last token of a prompt, so that the page in which its state arrives
+        is the sequence's own. Pages of further pools are never kept.
         """
-        self._pages, self._ahead, self._last = pages, ahead, last
+        self._pages, self._ahead, self._hybrid = pages, ahead, hybrid
         self.unit, self._each = tokens_a_unit(shards)
         """Tokens of a unit, 0 if nothing is kept; and its pages in each pool."""
+        self._each += [0] * (len(pages) - len(shards))
         self._units: dict[Key, _Unit] = {}
         """Units, the least recently used first."""
         self._held: dict[TokenSequence, list[_Unit]] = {}
@@ -52,7 +54,7 @@ class PrefixCache:
 
         Returns how many tokens of its prompt they hold already; None, taking nothing, while too few pages are free.
         """
-        found = self._find(sequence.prompt if self._last else sequence.prompt[:-1])
+        found = self._find(sequence.prompt[:-1] if self._hybrid else sequence.prompt)
         for unit in found:
             unit.users += 1
         fresh = [max(n - len(found) * each, 0) for n, each in zip(need, self._each, strict=True)]

@@ -33,6 +33,8 @@ class Chunk:
     every: bool = False
     proposed: int = 0
     """How many of the tokens, the last ones, are proposals; `Runner.settle` says which stay."""
+    window: Sequence[int] = ()
+    """The pages in which the sliding windows of the sequence move (`cache/windows.py`)."""
     hidden: Tensor | None = None
     """The target's hidden states at these positions [tokens, taps * width]."""
     made: Tensor | None = None
@@ -82,6 +84,11 @@ class Runner(Protocol):
         """Tokens after its own position that a row needs: 1 for an EAGLE-3 head."""
         return 0
 
+    @property
+    def windowed(self) -> bool:
+        """Whether some layers have a sliding window, so that chunks need the pages in which it moves."""
+        return False
+
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> Logits:
         """Run one step, whose rows are written to the slots of the page tables."""
         ...
@@ -93,11 +100,15 @@ class Runner(Protocol):
         """
         return
 
-    def adopt(self, pages: Sequence[int], shared: int, tokens: int) -> None:
-        """Note that a sequence begins with what its pages hold after `tokens` tokens, such as the recurrent state.
+    def begin(self, pages: Sequence[int], shared: int) -> None:
+        """Forget the recurrent states in the pages of a new sequence, but those of its first `shared` tokens.
 
-        The pages of the first `shared` tokens may be those of other sequences too.
+        These may be pages of other sequences too.
         """
+        return
+
+    def arrived(self, pages: Sequence[int], tokens: int) -> None:
+        """Note that a sequence's recurrent state after `tokens` tokens has come into its pages from elsewhere."""
         return
 
     def states(self, pages: Sequence[int], tokens: int) -> set[int] | None:
@@ -169,6 +180,10 @@ class TorchRunner(TorchModel):
         super().__init__(model, attention.pool, shard)
         self.model, self.attention, self._taps = model, attention, taps
 
+    @property
+    def windowed(self) -> bool:
+        return self.model.config.window is not None
+
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
         with torch.no_grad():
             ids, positions, rows = _begun(self.attention, chunks, self._shard)
@@ -180,9 +195,13 @@ class TorchRunner(TorchModel):
     def settle(self, kept: Sequence[int]) -> None:
         self.attention.settle(kept)
 
-    def adopt(self, pages: Sequence[int], shared: int, tokens: int) -> None:
+    def begin(self, pages: Sequence[int], shared: int) -> None:
         if (held := self.attention.states) is not None:
-            held.adopt(pages, shared, tokens)
+            held.begin(pages, shared)
+
+    def arrived(self, pages: Sequence[int], tokens: int) -> None:
+        if (held := self.attention.states) is not None and tokens:
+            held.after[held.item(pages, tokens)] = tokens
 
     def states(self, pages: Sequence[int], tokens: int) -> set[int] | None:
         held = self.attention.states
@@ -233,7 +252,8 @@ def assemble(
     chunks: Sequence[Chunk], shard: Shard, whole: bool = True
 ) -> tuple[Batch, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The arrays of a step, its tokens [tokens], and those whose logits are wanted [n]; `whole` is as in `batch_of`."""
-    batch = batch_of([Span(c.start, len(c.tokens), c.pages, c.proposed) for c in chunks], shard, whole)
+    spans = [Span(c.start, len(c.tokens), c.pages, c.proposed, c.window) for c in chunks]
+    batch = batch_of(spans, shard, whole)
     tokens = np.concatenate([np.asarray(chunk.tokens, np.int64) for chunk in chunks])
     wanted = [
         np.arange(start if chunk.every else stop - 1, stop)

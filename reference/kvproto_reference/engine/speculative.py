@@ -75,7 +75,14 @@ class SpeculativeDecoder:
         if some:
             logits = self.target.run(
                 [
-                    Chunk([p.sequence.newest, *p.tokens], p.start, p.sequence.tables[0], True, len(p.tokens))
+                    Chunk(
+                        [p.sequence.newest, *p.tokens],
+                        p.start,
+                        p.sequence.tables[0],
+                        every=True,
+                        proposed=len(p.tokens),
+                        window=p.sequence.tables[-1] if self.target.windowed else (),
+                    )
                     for p in some
                 ]
             )

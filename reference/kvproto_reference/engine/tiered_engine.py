@@ -94,7 +94,8 @@ class TieredEngine:
         self.tiers = self.ranks[0]
         self._prefiller = Prefiller(made.target, made.draft, chunk)
         self._decoder = SpeculativeDecoder(made.target, made.draft, k)
-        self._keep, self._states = keep, made.target.states
+        self._keep, self._windowed = keep, made.target.windowed
+        self._states, self._arrived = made.target.states, made.target.arrived
 
     def answer(self, prompt: Sequence[int], max_new: int) -> Answer:
         """Continue a prompt by the most likely tokens, at most `max_new`; raises OutOfPages."""
@@ -121,7 +122,10 @@ class TieredEngine:
             sequence.tables = [
                 [slot * each + i for slot in leases[0].slots for i in range(each)] for each in self._each
             ]
+            if self._windowed:
+                sequence.tables.append(sequence.tables[0])
             self._prefiller.add(sequence, pages * unit)
+            self._arrived(sequence.tables[0], pages * unit)
             while self._prefiller.busy:
                 self._prefiller.step()
             first = time.monotonic() - begun

@@ -12,6 +12,7 @@ from kvproto import lay_out
 
 from .. import checkpoint
 from ..cache import KVPool, PageAllocator, Shard, StatePool
+from ..cache.windows import needed
 from ..models import eagle_among
 from ..tokenizer import BYTES, Tokenizer, check_agreement
 from .build import torch_runner
@@ -73,17 +74,21 @@ class Undivided:
             pool = KVPool.allocate(loaded.config, pages, page_size, device=device)
             taps = head.taps if head and not model else ()
             shard = Shard(group, 0)
-            states = None
+            windows = states = None
+            if loaded.config.window is not None:
+                windows = KVPool.allocate(loaded.config, pages, page_size, device=device, windowed=True)
             if loaded.config.delta is not None:
                 states = StatePool.allocate(loaded.config, pages, shard.span, loaded.tp, device)
-            return torch_runner(loaded, pool, shard, back_end=back_end, taps=taps, states=states)
+            return torch_runner(loaded, pool, shard, back_end=back_end, taps=taps, windows=windows, states=states)
 
         self.rounds = checkpoint.load_config(target_dir, dtype).dtype != "float32"
         """Whether the last bits of logits depend on what else was in a step."""
         self._target = runner(0, target_dir)
         self._draft = runner(1, draft_dir) if draft_dir is not None else None
         models = 1 if self._draft is None else 2
-        self._pages = [PageAllocator(pages, seed + model) for model in range(models)]
+        self._window = min(needed(configs[0], page_size, max(chunk, k + 1)), pages)
+        """Pages in which the sliding windows of a sequence move; 0 without such."""
+        self._pages = [PageAllocator(pages, seed + model) for model in range(models + bool(self._window))]
         self._decoder = SpeculativeDecoder(self._target, self._draft, k)
         self._exact: Undivided | None = None
         """The target in 32 bits, where this engine rounds."""
@@ -106,7 +111,10 @@ class Undivided:
         try:
             for sequence in some:
                 count = self.pages_of(len(sequence.prompt), max_new)
-                sequence.tables = [pages.allocate(count) for pages in self._pages]
+                counts = [count] * len(self._pages)
+                if self._window:
+                    counts[-1] = min(self._window, count)
+                sequence.tables = [pages.allocate(n) for pages, n in zip(self._pages, counts, strict=True)]
                 if self._cold and self._draft is not None:
                     self._draft.clear(sequence.tables[1])
                 prefiller.add(sequence)
@@ -142,11 +150,13 @@ class Undivided:
         """The logits [vocab] from which each token of a prompt's continuation was to be chosen."""
         ids = [*prompt, *found]
         pages = self._pages[0].allocate(self._target.shard.pages(len(ids)))
+        window = self._pages[-1].allocate(self._window) if self._window else []
         try:
             for start in range(0, len(ids) - 1, self._chunk):
                 stop = min(start + self._chunk, len(ids) - 1)
-                logits = self._target.run([Chunk(ids[start:stop], start, pages, every=True)])
+                logits = self._target.run([Chunk(ids[start:stop], start, pages, every=True, window=window)])
                 for place in range(max(start, len(prompt) - 1), stop):
                     yield logits.row(place - start)
         finally:
             self._pages[0].free(pages)
+            self._pages[-1].free(window)

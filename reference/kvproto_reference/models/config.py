@@ -225,6 +225,11 @@ class ModelConfig:
         """To how many of the last tokens a layer attends; None: to all."""
         return self.window.tokens if self.window is not None and layer in self.window.layers else None
 
+    def row_layers(self, windowed: bool = False) -> list[int]:
+        """The layers that store rows and attend to all tokens, or those with a sliding window."""
+        rows = [layer for layer in range(self.layers) if not self.recurs(layer)]
+        return [layer for layer in rows if (self.reach(layer) is not None) == windowed]
+
     def recurs(self, layer: int) -> bool:
         """Whether a layer has a recurrent state in place of rows."""
         return self.delta is not None and layer in self.delta.layers
