@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvproto import LocalError, Seed
+from kvproto import LocalError, Seed, new_ticket, write_ticket
 from kvproto_reference.commands import decode, prefill
 from kvproto_reference.demo.control import Line
 from kvproto_reference.demo.engines import Engines
 from kvproto_reference.demo.network import key_folders
 from kvproto_reference.demo.options import parse, unknown_hosts
 from kvproto_reference.demo.router import Router
-from kvproto_reference.engine.description import STATES
+from kvproto_reference.engine.description import STATES, WINDOW
 from kvproto_reference.errors import EngineError
 from tests.demo.test_demo import TEXT, demo, report
 from tests.processes import Command
@@ -154,7 +154,7 @@ def test_what_decode_has_already_is_not_fetched_again(
 ) -> None:
     """The same prompts twice, and one that goes on otherwise: the units of tokens that are known are left out.
 
-    Recurrent states come whole, whatever is known.
+    Recurrent states come whole, and what the next token reads of a sliding window, whatever is known.
     """
     start("prefill", "--dir", folder, "--target", target)
     start("decode", "--dir", folder, "--target", target, *layout.split())
@@ -171,13 +171,33 @@ def test_what_decode_has_already_is_not_fetched_again(
     unit = 8 if target == "hybrid" else 16
     cached = [0, len(first) // unit * unit, 40 // unit * unit]
     assert [run["requests"][0]["cached"] for run in told] == cached
-    moved = [[sum(p["bytes"] for p in run["matrix"] if (p["group"] in STATES.values()) == which) for run in told]
+    moved = [[sum(p["bytes"] for p in run["matrix"] if (p["group"] in {WINDOW, *STATES.values()}) == which) for run in told]
              for which in (False, True)]  # fmt: skip
     tokens = [run["requests"][0]["prompt_tokens"] for run in told]
     a_token = moved[0][0] / tokens[0]
     assert moved[0] == [a_token * (n - had) for n, had in zip(tokens, cached, strict=True)]
     assert len({*moved[1]}) == 1
     assert bool(moved[1][0]) == (target == "hybrid")
+
+
+def test_a_prompt_that_nobody_fetches_while_it_waits_for_pages_costs_no_engine(start: Start, folder: Path) -> None:
+    """Its pages were never taken, so none come back; the next prompt is served."""
+    start("prefill", "--dir", folder, "--pages", "2")
+    line, freed, told = Line(folder, "prefill-0"), dict[str, list[int]](), list[dict[str, object]]()
+    while not [word for word in line.receive() if word["op"] == "ready"]:
+        line.socket.poll(100)
+    for names in (("first", "second"), ("third",)):
+        for name in names:
+            ticket = write_ticket(new_ticket("prefill", deadline=0.5))
+            line.send("prefill", id=name, ticket=ticket, prompt=[*range(20)], max_new=4)
+        while not freed.keys() >= {*names}:
+            line.socket.poll(100)
+            told += (words := line.receive())
+            assert {"op": "lost"} not in words
+            freed |= {word["id"]: word["available"] for word in words if word["op"] == "freed"}
+    line.close()
+    assert [word["id"] for word in told if word["op"] == "prefilled"] == ["first", "third"]
+    assert {*map(tuple, freed.values())} == {(2, 2)}
 
 
 def test_an_engine_that_does_not_run_is_named(start: Start, folder: Path) -> None:
