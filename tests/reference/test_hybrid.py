@@ -17,7 +17,7 @@ from torch import Tensor
 from kvproto import Prompt, Sink, Source, lay_out, new_ticket
 from kvproto.errors import ErrorCode, KvprotoError
 from kvproto_reference import checkpoint
-from kvproto_reference.cache import KVPool, PageAllocator, Shard, StatePool
+from kvproto_reference.cache import HybridPools, KVPool, PageAllocator, Shard, StatePool
 from kvproto_reference.cache.memory import shareable
 from kvproto_reference.cache.states import CONV, SSM, shapes_of
 from kvproto_reference.cache.windows import check_window, first_row, needed, window_table
@@ -141,13 +141,14 @@ class Alone:
     @classmethod
     def of(cls, model: Decoder, page: int = PAGE, pages: int = PAGES) -> "Alone":
         (group,) = lay_out([cache(0, model.config, Layout(), page)]).groups
-        rows, windows = (KVPool.allocate(model.config, pages, page, windowed=windowed) for windowed in (False, True))
-        shard = Shard(group, 0)
-        states = StatePool.allocate(model.config, pages, shard.span, model.tp)
-        for tensors in (rows.tensors, windows.tensors, states.tensors):
-            for tensor in tensors.values():
+        rows, shard = KVPool.allocate(model.config, pages, page), Shard(group, 0)
+        beside = HybridPools.allocate(model.config, pages, shard)
+        assert beside.windows is not None
+        assert beside.states is not None
+        for pool in (rows, beside.windows, beside.states):
+            for tensor in pool.tensors.values():
                 tensor.fill_(torch.nan)  # what is read and is not written yet spoils everything
-        return cls(model, states, torch_runner(model, rows, shard, windows=windows, states=states))
+        return cls(model, beside.states, torch_runner(model, rows, shard, beside=beside))
 
     def run(
         self, ids: Sequence[int], start: int, pages: Sequence[int], proposed: int = 0, window: Sequence[int] = ()
@@ -348,11 +349,9 @@ class Rank:
         self.geometry = geometry([folder], [config], "bytes", layout, page)
         (group,) = (g for g in self.geometry.groups if g.name == "target")
         self.span = Shard(group, 0).span
-        rows, windows = (
-            KVPool.allocate(config, PAGES, page, tp, memory=shareable, windowed=windowed) for windowed in (False, True)
-        )
-        self.states = StatePool.allocate(config, PAGES, self.span, tp, memory=shareable)
-        self.pool = hand_over(self.geometry, {"target": rows, WINDOW: windows}, tp.rank, self.states)
+        rows = KVPool.allocate(config, PAGES, page, tp, memory=shareable)
+        beside = HybridPools.allocate(config, PAGES, Shard(group, 0), tp, memory=shareable)
+        self.pool = hand_over(self.geometry, {"target": rows}, tp.rank, beside)
 
     def tables(self, pages: Sequence[int], count: int) -> dict[str, Sequence[int]]:
         return page_tables(self.geometry, {"target": pages, WINDOW: pages}, (count - 1) // self.span)
@@ -411,7 +410,7 @@ def test_without_their_states_other_tokens_are_written(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_ranks_state_the_channels_and_heads_that_they_have(tp: int) -> None:
-    """Blocks of q, k and v, each divided by heads; ranks without a key head of their own share one (KVP-GEO-SPAN)."""
+    """Blocks of q, k and v, each divided by heads; ranks without a key head of their own share one."""
     said = lay_out(caches([CONFIG], Layout(tp=tp), PAGE), Layout(tp=tp).parallel)
     names = {group.id: group.name for group in said.groups}
     for rank in said.ranks:

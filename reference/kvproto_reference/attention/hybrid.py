@@ -14,8 +14,9 @@ from ..cache.states import StatePool
 from ..cache.windows import check_window, window_table
 from ..errors import EngineError
 from ..models import Recurrence, Rows, State
-from .base import Exchange, Kernel
+from .base import Kernel
 from .batch import Batch, Span, batch_of
+from .exchange import Alone
 from .paged import PagedAttention
 
 __all__ = ["HybridAttention"]
@@ -41,17 +42,11 @@ class HybridAttention(PagedAttention):
     """
 
     def __init__(
-        self,
-        full: tuple[KVPool, Kernel],
-        window: tuple[KVPool, Kernel] | None,
-        states: StatePool | None,
-        shard: Shard,
-        exchange: Exchange,
+        self, pool: KVPool, kernel: Kernel, window: PagedAttention | None, states: StatePool | None, shard: Shard
     ) -> None:
-        """Pools and kernels of the layers that attend to all tokens, and of those with a sliding window."""
-        super().__init__(*full, exchange)
-        self._window = None if window is None else PagedAttention(*window, exchange)
-        self._states, self._config, self._shard = states, self.pool.config, shard
+        """`window` is of the layers with a sliding window, pool and kernel of those that attend to all tokens."""
+        super().__init__(pool, kernel, Alone())
+        self._window, self._states, self._config, self._shard = window, states, pool.config, shard
         self._steps: list[_Steps] = []
         self._tried: list[dict[int, dict[int, State]]] = []
         """By span, layer and count of tokens: the states after proposals of the last step."""

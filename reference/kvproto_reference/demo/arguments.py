@@ -23,7 +23,6 @@ from .options import (
     add_models,
     add_spread,
     add_stages,
-    add_window_pages,
 )
 from .trouble import KINDS
 
@@ -152,7 +151,6 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--cold-draft", choices=COLD, nargs="?", const=COLD[0],
         help="prefill has no draft: decode's begins with zero rows, or computes them (default compute)")  # fmt: skip
     add("--pages", type=int, default=160, help="pages in each pool (default 160)")
-    add_window_pages(parser)
     add("--part", type=int, help="least bytes that prefill sends at a time while it computes (default 16 MiB)")
     add("--costs", type=Path, metavar="FILE", help="results of `kvproto probe`, which say what runs are long")
     add("--tcp", action="store_true", help="run sessions over loopback TCP, encrypted by CURVE, instead of ipc")

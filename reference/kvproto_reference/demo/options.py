@@ -284,7 +284,6 @@ def _parser(role: str) -> argparse.ArgumentParser:
     add("--insecure", action="store_true", help="allow TCP without keys")
     add("--pages", type=int, default=160, help="pages in each pool (default 160)")
     add("--page-size", type=int, default=16, help="tokens per page (default 16)")
-    add_window_pages(parser)
     add("--chunk", type=int, default=64, help="prompt tokens per prefill step (default 64)")
     add("--host-pages", type=int, default=0, metavar="N", help="keep up to N pages on the host for reuse")
     stores = "also store them: in a folder, packs:FOLDER or s3://BUCKET/PREFIX"
@@ -421,12 +420,6 @@ def add_back_end(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--back-end", choices=KERNELS, default="torch", help=text)
 
 
-def add_window_pages(parser: argparse.ArgumentParser) -> None:
-    """Add `--window-pages`; the demo has the same as its engines."""
-    text = "pages in the pool of a hybrid's sliding windows, which are used again as they move (default: as --pages)"
-    parser.add_argument("--window-pages", type=int, metavar="N", help=text)
-
-
 def add_captured(parser: argparse.ArgumentParser) -> None:
     """Add the option of CUDA graphs; the demo has the same as its decode engine."""
     text = "run decode steps of one token as CUDA graphs; needs flashinfer and one rank"
@@ -460,6 +453,8 @@ def add_dcp(parser: argparse.ArgumentParser) -> None:
 
 def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose target and draft; the demo has the same as its engines."""
+    text = "pages in the pool of a hybrid's sliding windows, which are used again as they move (default: as --pages)"
+    parser.add_argument("--window-pages", type=int, metavar="N", help=text)
     for role, alias, default in (("target", "--model", "mla"), ("draft", "--draft-model", "gqa")):
         none = ", eagle, or none" if role == "draft" else ""
         text = (

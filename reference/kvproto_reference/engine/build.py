@@ -16,13 +16,13 @@ from ..attention.flashinfer_kernel import FlashInferKernel, kernel_of
 from ..attention.hybrid import HybridAttention
 from ..attention.paged import PagedAttention
 from ..attention.torch_kernel import TorchKernel
-from ..cache import KVPool, Shard, StatePool
+from ..cache import NOTHING, HybridPools, KVPool, Shard
 from ..cache.memory import Allocate
 from ..errors import EngineError
 from ..models import EagleHead, FusedOps, Model, ModelConfig, Ops, Pipeline, TensorParallel, eagle_among, kv_head_of
 from .captured import CapturedRunner
 from .context import ContextRunner
-from .description import DRAFT, TARGET, WINDOW, Layout, hand_over, shards
+from .description import DRAFT, TARGET, Layout, hand_over, shards
 from .runner import Elsewhere, HeadRunner, Runner, TorchRunner
 from .world import World
 
@@ -66,7 +66,7 @@ def torch_hosted(
     along = world.among([stage[first :: layout.tp] for stage in stages for first in range(layout.tp)])
     among = world.among([ranks[first : first + layout.dcp] for first in ranks[:: layout.dcp]])
     caches: dict[str, KVPool] = {}
-    states: dict[str, StatePool] = {}
+    beside = NOTHING
     runners: list[Runner] = []
     head = eagle_among(configs)
     taps = head.taps if head else ()
@@ -78,12 +78,8 @@ def torch_hosted(
             runners.append(Elsewhere(place.stages(config.layers), config.vocab, whole, device, ahead))
             continue
         cache = caches[name] = KVPool.allocate(config, pages, mine[name].group.rows, place, device, memory)
-        if config.window is not None:
-            caches[WINDOW] = KVPool.allocate(
-                config, window_pages or pages, mine[name].group.rows, place, device, memory, windowed=True
-            )
-        if config.delta is not None:
-            states[name] = StatePool.allocate(config, pages, mine[name].span, place, device, memory)
+        if config.hybrid:
+            beside = HybridPools.allocate(config, pages, mine[name], place, device, memory, window_pages)
         load = checkpoint.load if config.eagle is None else checkpoint.load_head
         loaded = load(folder, place, dtype=config.dtype, device=device)
         context = along if mine[name].count > 1 else None
@@ -97,19 +93,17 @@ def torch_hosted(
             back_end=back_end,
             captured=captured,
             taps=() if model else taps,
-            windows=caches.get(WINDOW) if config.window else None,
-            states=states.get(name),
+            beside=beside if config.hybrid else NOTHING,
         )
         runners.append(made)
 
     def elsewhere() -> Mapping[int, Pool]:
         for cache in caches.values():
             cache.move(memory)
-        for held in states.values():
-            held.move(memory)
-        return {world.rank: hand_over(geometry, caches, world.rank, states.get(TARGET))}
+        beside.move(memory)
+        return {world.rank: hand_over(geometry, caches, world.rank, beside)}
 
-    pools = {world.rank: hand_over(geometry, caches, world.rank, states.get(TARGET))}
+    pools = {world.rank: hand_over(geometry, caches, world.rank, beside)}
     return Hosted(
         pools=pools,
         target=runners[0],
@@ -143,15 +137,14 @@ def torch_runner(
     back_end: str = "torch",
     captured: bool = False,
     taps: Sequence[int] = (),
-    windows: KVPool | None = None,
-    states: StatePool | None = None,
+    beside: HybridPools = NOTHING,
 ) -> Runner:
     """A model over its pool on one rank; DCP ranks merge over the group `among` by an exchange of EXCHANGES.
 
     `context` is the CP group of prefill ranks, on back end torch. `by_token` is as in `PagedAttention`, and `back_end`
     a name of KERNELS. With `captured`, FlashInfer's decode steps are CUDA graphs. `taps` are layers of a target whose
-    hidden states an EAGLE-3 head reads. `windows` and `states` are of a hybrid's layers with a sliding window, and of
-    its recurrent ones. Raises EngineError where heads or hybrids cannot be had.
+    hidden states an EAGLE-3 head reads. `beside` has the pools of a hybrid's other layers. Raises EngineError
+    where heads or hybrids cannot be had.
     """
     if captured and (taps or isinstance(model, EagleHead)):
         raise EngineError("CUDA graphs keep no hidden states, which an EAGLE-3 head needs: leave --captured out")
@@ -161,12 +154,14 @@ def torch_runner(
     if config.hybrid and not isinstance(model, EagleHead):
         if back_end != "torch" or captured or by_token or shard.count > 1:
             raise EngineError("a hybrid model runs by back end torch, without graphs, and its tokens are not dealt")
-        if (config.window is None) != (windows is None) or (config.delta is None) != (states is None):
+        if not beside.fit(config):
             raise EngineError("a hybrid model needs pools of its own for sliding windows, and for recurrent states")
-        full, window = (pool, TorchKernel(pool, *heads)), None
-        if config.window is not None and windows is not None:
-            window = windows, TorchKernel(windows, *heads, config.window.tokens)
-        return TorchRunner(model, HybridAttention(full, window, states, shard, Alone()), shard, taps)
+        window = None
+        if config.window is not None and beside.windows is not None:
+            reads = TorchKernel(beside.windows, *heads, config.window.tokens)
+            window = PagedAttention(beside.windows, reads, Alone())
+        mixed = HybridAttention(pool, TorchKernel(pool, *heads), window, beside.states, shard)
+        return TorchRunner(model, mixed, shard, taps)
     if context is not None:
         if isinstance(model, EagleHead):
             raise EngineError("an EAGLE-3 head is not dealt over ranks of prefill: leave --draft-sharded out")

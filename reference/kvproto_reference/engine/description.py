@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvproto import Block, Cache, DType, Geometry, ItemKind, Parallel, Pool, lay_out
 
-from ..cache import KVPool, Shard, StatePool
+from ..cache import NOTHING, HybridPools, KVPool, Shard
 from ..cache.states import CONV, SSM
 from ..cache.windows import window_table
 from ..checkpoint import check_draft, fingerprint
@@ -261,8 +261,8 @@ def bytes_a_token(geometry: Geometry) -> dict[str, float]:
     return most
 
 
-def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int, states: StatePool | None = None) -> Pool:
-    """The pool of one rank, made of the tensors that the engine computes with: rows by group name, and states.
+def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int, beside: HybridPools = NOTHING) -> Pool:
+    """The pool of one rank, made of the tensors that the engine computes with, by group name and of a hybrid.
 
     The last page of rows, which no sequence gets, is not part of it.
     """
@@ -271,10 +271,10 @@ def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int, state
         group = groups[share.group]
         if group.kind == ItemKind.HANDOFF:
             continue
-        if group.kind == ItemKind.SLOT and states is not None:
-            held = {key: tensor.flatten(2) for key, tensor in states.tensors.items()}
+        if group.kind == ItemKind.SLOT and beside.states is not None:
+            held = {key: tensor.flatten(2) for key, tensor in beside.states.tensors.items()}
         else:
-            pool = caches[group.name]
+            pool = beside.windows if group.name == WINDOW and beside.windows is not None else caches[group.name]
             held = {key: tensor[: pool.pages] for key, tensor in pool.tensors.items()}
         layers = share.layers.tolist()
         tensors[group.name] = {part.name: [held[layer, part.name] for layer in layers] for part in group.parts}

@@ -11,7 +11,7 @@ import torch
 from kvproto import lay_out
 
 from .. import checkpoint
-from ..cache import KVPool, PageAllocator, Shard, StatePool
+from ..cache import HybridPools, KVPool, PageAllocator, Shard
 from ..cache.windows import needed
 from ..models import eagle_among
 from ..tokenizer import BYTES, Tokenizer, check_agreement
@@ -74,12 +74,8 @@ class Undivided:
             pool = KVPool.allocate(loaded.config, pages, page_size, device=device)
             taps = head.taps if head and not model else ()
             shard = Shard(group, 0)
-            windows = states = None
-            if loaded.config.window is not None:
-                windows = KVPool.allocate(loaded.config, pages, page_size, device=device, windowed=True)
-            if loaded.config.delta is not None:
-                states = StatePool.allocate(loaded.config, pages, shard.span, loaded.tp, device)
-            return torch_runner(loaded, pool, shard, back_end=back_end, taps=taps, windows=windows, states=states)
+            beside = HybridPools.allocate(loaded.config, pages, shard, device=device)
+            return torch_runner(loaded, pool, shard, back_end=back_end, taps=taps, beside=beside)
 
         self.rounds = checkpoint.load_config(target_dir, dtype).dtype != "float32"
         """Whether the last bits of logits depend on what else was in a step."""
