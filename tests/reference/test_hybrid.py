@@ -159,8 +159,8 @@ class Alone:
 
     def state(self, pages: Sequence[int], count: int) -> list[Tensor]:
         """The state after `count` tokens, of all layers and parts."""
-        item = self.states.item(pages, count)
-        assert self.states.after[item] == count
+        item = self.states.record.item(pages, count)
+        assert self.states.record.after[item] == count
         return [tensor[item].clone() for tensor in self.states.tensors.values()]
 
 
@@ -395,7 +395,7 @@ def test_without_their_states_other_tokens_are_written(monkeypatch: pytest.Monke
 
     def without_states(self: Prefiller) -> list[TokenSequence]:
         over = real(self)
-        for tensor in self.target.attention.states.tensors.values() if over else ():  # type: ignore[attr-defined]
+        for tensor in self.target.attention._states.tensors.values() if over else ():  # type: ignore[attr-defined]
             tensor.zero_()
         return over
 

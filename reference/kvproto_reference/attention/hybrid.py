@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..cache.pool import KVPool
 from ..cache.sharding import Shard
-from ..cache.states import StatePool
+from ..cache.states import StatePool, StateRecord, Stops
 from ..cache.windows import check_window, window_table
-from ..errors import EngineError
 from ..models import Recurrence, Rows, State
 from .base import Kernel
 from .batch import Batch, Span, batch_of
@@ -20,18 +19,6 @@ from .exchange import Alone
 from .paged import PagedAttention
 
 __all__ = ["HybridAttention"]
-
-
-@attrs.frozen
-class _Steps:
-    """After which of a span's tokens states are wanted, and where they are stored."""
-
-    source: int | None
-    """The item of the state with which the span goes on; None: it begins the sequence."""
-    sure: tuple[int, ...]
-    """Counts of tokens: up to the end of each page, and up to the last one that is no proposal."""
-    proposed: tuple[int, ...]
-    """Counts of tokens with those that are proposals, one by one."""
 
 
 class HybridAttention(PagedAttention):
@@ -47,24 +34,22 @@ class HybridAttention(PagedAttention):
         """`window` is of the layers with a sliding window, pool and kernel of those that attend to all tokens."""
         super().__init__(pool, kernel, Alone())
         self._window, self._states, self._config, self._shard = window, states, pool.config, shard
-        self._steps: list[_Steps] = []
+        self._stops: list[Stops] = []
         self._tried: list[dict[int, dict[int, State]]] = []
         """By span, layer and count of tokens: the states after proposals of the last step."""
 
     @property
-    def states(self) -> StatePool | None:
-        return self._states
+    def record(self) -> StateRecord | None:
+        return None if self._states is None else self._states.record
 
     def begin(self, batch: Batch, places: Tensor | None = None) -> None:
         super().begin(batch, places)
         if self._window is not None:
             self._window.begin(batch_of([self._windowed(span) for span in batch.spans], self._shard), places)
         if self._states is not None:
-            self._steps = [_steps(span, self._states) for span in batch.spans]
+            record = self._states.record
+            self._stops = [record.step(span.pages, span.start, span.count, span.proposed) for span in batch.spans]
             self._tried = [{} for _ in batch.spans]
-            for span, steps in zip(batch.spans, self._steps, strict=True):
-                for count in steps.sure:  # nothing may go on from them before the step is over
-                    self._states.after.pop(self._states.item(span.pages, span.start + count), None)
 
     def _windowed(self, span: Span) -> Span:
         """The same tokens, with the page table of layers with a sliding window."""
@@ -81,47 +66,34 @@ class HybridAttention(PagedAttention):
         if self._states is None:
             return super().recur(layer, rule, inputs)
         outs, starts = [], self._batch.starts.tolist()
-        for i, (span, steps) in enumerate(zip(self._batch.spans, self._steps, strict=True)):
+        for i, (span, stops) in enumerate(zip(self._batch.spans, self._stops, strict=True)):
             own = inputs[starts[i] : starts[i + 1]]
-            state = rule.begin(own) if steps.source is None else self._states.read(layer, steps.source)
-            out, states = rule.run(state, own, steps.sure + steps.proposed)
+            state = rule.begin(own) if stops.source is None else self._states.read(layer, stops.source)
+            out, states = rule.run(state, own, stops.sure + stops.proposed)
             outs.append(out)
-            sure = len(steps.sure)
-            for count, found in zip(steps.sure, states[:sure], strict=True):
-                self._states.write(layer, self._states.item(span.pages, span.start + count), found)
-            self._tried[i][layer] = dict(zip(steps.proposed, states[sure:], strict=True))
+            sure = len(stops.sure)
+            for count, found in zip(stops.sure, states[:sure], strict=True):
+                self._states.write(layer, self._item(span, count), found)
+            self._tried[i][layer] = dict(zip(stops.proposed, states[sure:], strict=True))
         return torch.cat(outs)
+
+    def _item(self, span: Span, count: int) -> int:
+        assert self._states is not None
+        return self._states.record.item(span.pages, span.start + count)
 
     def end(self) -> None:
         if self._states is not None:
-            for span, steps in zip(self._batch.spans, self._steps, strict=True):
-                for count in steps.sure:
-                    self._states.after[self._states.item(span.pages, span.start + count)] = span.start + count
+            for span, stops in zip(self._batch.spans, self._stops, strict=True):
+                for count in stops.sure:
+                    self._states.record.arrived(span.pages, span.start + count)
 
     def settle(self, kept: Sequence[int]) -> None:
         if self._states is None:
             return
+        record = self._states.record
         for span, count, tried in zip(self._batch.spans, kept, self._tried, strict=True):
-            if not span.count - span.proposed <= count <= span.count:
-                raise EngineError(f"{count} of {span.count} tokens cannot stay, {span.proposed} of them proposals")
-            for stop in _stops(span, span.count - span.proposed, count, self._states.span):
-                item = self._states.item(span.pages, span.start + stop)
+            for stop in record.settled(span.start, span.count, span.proposed, count):
                 for layer, states in tried.items():
-                    self._states.write(layer, item, states[stop])
-                self._states.after[item] = span.start + stop
+                    self._states.write(layer, self._item(span, stop), states[stop])
+                record.arrived(span.pages, span.start + stop)
         self._tried = []
-
-
-def _steps(span: Span, states: StatePool) -> _Steps:
-    sure = span.count - span.proposed
-    return _Steps(
-        states.before(span.pages, span.start),
-        _stops(span, 0, sure, states.span),
-        tuple(range(sure + 1, span.count + 1)),
-    )
-
-
-def _stops(span: Span, before: int, count: int, each: int) -> tuple[int, ...]:
-    """The counts of tokens above `before`, up to `count`, that end a page of `each` tokens, or are `count` itself."""
-    ends = [stop for stop in range(before + 1, count) if (span.start + stop) % each == 0]
-    return (*ends, *([count] if count > before else []))

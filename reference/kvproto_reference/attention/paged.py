@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..cache.pool import KVPool
-from ..cache.states import StatePool
+from ..cache.states import StateRecord
 from ..models import Attention, Rows
 from .base import Exchange, Kernel
 from .batch import Batch
@@ -35,8 +35,8 @@ class PagedAttention(Attention):
         self._kernel.plan(batch)
 
     @property
-    def states(self) -> StatePool | None:
-        """The states of recurrent layers, if the model has such."""
+    def record(self) -> StateRecord | None:
+        """Where the states of recurrent layers are, if the model has such."""
         return None
 
     def end(self) -> None:

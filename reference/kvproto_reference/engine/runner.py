@@ -12,6 +12,7 @@ from torch import Tensor
 from ..attention.batch import Batch, Span, batch_of
 from ..attention.paged import PagedAttention
 from ..cache import KVPool, Shard
+from ..cache.states import StateRecord
 from ..errors import EngineError
 from ..models import Cached, EagleHead, Model, Pipeline, Taps
 
@@ -100,20 +101,27 @@ class Runner(Protocol):
         """
         return
 
+    @property
+    def record(self) -> StateRecord | None:
+        """Where the recurrent states of sequences are, in a hybrid model."""
+        return None
+
     def begin(self, pages: Sequence[int], shared: int) -> None:
         """Forget the recurrent states in the pages of a new sequence, but those of its first `shared` tokens.
 
         These may be pages of other sequences too.
         """
-        return
+        if self.record is not None:
+            self.record.begin(pages, shared)
 
     def arrived(self, pages: Sequence[int], tokens: int) -> None:
         """Note that a sequence's recurrent state after `tokens` tokens has come into its pages from elsewhere."""
-        return
+        if self.record is not None:
+            self.record.arrived(pages, tokens)
 
     def states(self, pages: Sequence[int], tokens: int) -> set[int] | None:
         """The ends of pages up to `tokens` tokens after which they hold the recurrent state; None without such."""
-        return None
+        return None if self.record is None else self.record.kept(pages, tokens)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Set all rows of these pages to zero."""
@@ -195,17 +203,9 @@ class TorchRunner(TorchModel):
     def settle(self, kept: Sequence[int]) -> None:
         self.attention.settle(kept)
 
-    def begin(self, pages: Sequence[int], shared: int) -> None:
-        if (held := self.attention.states) is not None:
-            held.begin(pages, shared)
-
-    def arrived(self, pages: Sequence[int], tokens: int) -> None:
-        if (held := self.attention.states) is not None and tokens:
-            held.after[held.item(pages, tokens)] = tokens
-
-    def states(self, pages: Sequence[int], tokens: int) -> set[int] | None:
-        held = self.attention.states
-        return None if held is None else held.kept(pages, tokens)
+    @property
+    def record(self) -> StateRecord | None:
+        return self.attention.record
 
 
 class HeadRunner(TorchModel):
