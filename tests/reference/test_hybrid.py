@@ -437,7 +437,6 @@ REFUSED = {
     "--cp 2": "leave --cp out",
     "--tp 2 --dcp 2": "leave --dcp out",
     "--window-pages 7": "raise --window-pages",
-    "--framework jax": "choose --framework torch",
     f"--draft {SHIPPED}": "choose a draft with attention in all layers",
 }
 

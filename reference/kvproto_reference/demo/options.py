@@ -162,7 +162,6 @@ class EngineOptions:
         for wrong, says in (
             (window > have, f"a sliding window needs {window} pages of {self.page_size} tokens for steps of"
              f" {max(self.chunk, self.speculate + 1)}, and its pool has {have}: raise --window-pages"),
-            (self.framework == "jax", "the JAX engine runs no hybrid model: choose --framework torch"),
             (self.back_end != "torch", "back end flashinfer runs no hybrid model: choose --back-end torch"),
             (layout.pp > 1, "layers of a hybrid model are not divided over stages yet: leave --pp out"),
             (layout.cp > 1, "tokens of a recurrent layer come one after the other, so that context-parallel ranks of"

@@ -104,7 +104,7 @@ class EngineProcess:
             from ..jax_engine.build import jax_hosted  # imports JAX, which torch engines do without
 
             gpus = options.devices[: self.ranks]
-            return jax_hosted(options.folders, self.geometry, options.layout, options.pages, gpus)
+            return jax_hosted(options.folders, self.geometry, options.layout, options.pages, gpus, options.window_pages)
         return torch_hosted(
             options.folders,
             options.configs,

@@ -5,7 +5,7 @@ from .config import DeltaConfig, EagleConfig, ModelConfig, MoeConfig, WindowConf
 from .decoder import Decoder
 from .eagle import EagleHead, eagle_among
 from .ops import FusedOps, Ops
-from .parallel import SOLO, Pipeline, TensorParallel, cut, delta_heads, kv_head_of, kv_head_range
+from .parallel import SOLO, Pipeline, TensorParallel, cut, delta_heads, key_head_of, kv_head_of, kv_head_range
 
 __all__ = [
     "SOLO",
@@ -31,6 +31,7 @@ __all__ = [
     "cut",
     "delta_heads",
     "eagle_among",
+    "key_head_of",
     "kv_head_of",
     "kv_head_range",
 ]

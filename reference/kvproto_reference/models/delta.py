@@ -14,7 +14,7 @@ from .base import Attention, Recurrence, State
 from .common import join, split_heads, weight
 from .config import ModelConfig
 from .ops import Stepping, Table
-from .parallel import TensorParallel, delta_heads
+from .parallel import TensorParallel, delta_heads, key_head_of
 
 CHUNK = 64
 """Tokens that are computed by matrix products at a time."""
@@ -29,8 +29,7 @@ class DeltaNet(Stepping, Recurrence):
         self.sizes, self.tp, self.layer, self.eps = sizes, tp, layer, config.norm_eps
         keys, values = delta_heads(config, tp)
         self.key_heads, self.value_heads = keys.stop - keys.start, values.stop - values.start
-        each = sizes.value_heads // sizes.key_heads
-        self._key_of = [head // each - keys.start for head in range(values.start, values.stop)]
+        self._key_of = key_head_of(config, tp)
         key, value, hidden = self.key_heads * sizes.key_dim, self.value_heads * sizes.value_dim, config.hidden
         self.query, self.key, self.value = weight(key, hidden), weight(key, hidden), weight(value, hidden)
         self.decay, self.strength = weight(self.value_heads, hidden), weight(self.value_heads, hidden)

@@ -174,6 +174,13 @@ def delta_heads(config: ModelConfig, tp: TensorParallel) -> tuple[slice, slice]:
     return slice(values.start // each, -(-values.stop // each)), values
 
 
+def key_head_of(config: ModelConfig, tp: TensorParallel) -> list[int]:
+    """The key head, of those that the rank has, of each of its value heads."""
+    keys, values = delta_heads(config, tp)
+    each = config.delta_sizes.value_heads // config.delta_sizes.key_heads
+    return [head // each - keys.start for head in range(values.start, values.stop)]
+
+
 CUTS = {
     **dict.fromkeys(("q", "q_bias", "k_up"), ("queries", 0)),
     "v_up": ("heads", 0),
