@@ -18,12 +18,13 @@ from kvproto import Prompt, Sink, Source, lay_out, new_ticket
 from kvproto.errors import ErrorCode, KvprotoError
 from kvproto_reference import checkpoint
 from kvproto_reference.cache import HybridPools, KVPool, PageAllocator, Shard, StatePool
-from kvproto_reference.cache.memory import shareable
+from kvproto_reference.cache.memory import private, shareable
 from kvproto_reference.cache.states import CONV, SSM, shapes_of
 from kvproto_reference.cache.windows import check_window, first_row, needed, window_table
 from kvproto_reference.demo.options import parse
 from kvproto_reference.engine.build import torch_runner
 from kvproto_reference.engine.description import STATES, WINDOW, Layout, cache, caches, geometry, hand_over, page_tables
+from kvproto_reference.engine.kept_pages import KeptPages
 from kvproto_reference.engine.prefill import Prefiller
 from kvproto_reference.engine.prefix import PrefixCache
 from kvproto_reference.engine.runner import Chunk, Runner
@@ -31,6 +32,7 @@ from kvproto_reference.engine.sampling import SamplingParams
 from kvproto_reference.engine.sequence import TokenSequence
 from kvproto_reference.engine.speculative import SpeculativeDecoder
 from kvproto_reference.engine.undivided import Undivided
+from kvproto_reference.engine.world import World
 from kvproto_reference.errors import EngineError
 from kvproto_reference.models import Decoder, DeltaConfig, Dense, ModelConfig, TensorParallel, WindowConfig
 from kvproto_reference.models.delta import DeltaNet
@@ -324,6 +326,14 @@ def test_a_page_that_another_sequence_had_is_no_state_of_the_next(model: Decoder
         alone.run(ids[16:], 16, [5, 1, 3])
 
 
+def test_states_are_gone_when_their_pool_has_moved(model: Decoder) -> None:
+    ids, alone = tokens(24), Alone.of(model)
+    alone.run(ids[:20], 0, [5, 1, 3])
+    alone.states.move(private)
+    with pytest.raises(EngineError, match="item 3 has no state"):
+        alone.run(ids[20:], 20, [5, 1, 3])
+
+
 def test_the_page_of_the_last_token_is_the_sequences_own() -> None:
     """A state arrives in it, so it may be no page that others read, even if all of a prompt was found."""
     (group,) = lay_out([cache(0, CONFIG, Layout(), 4)]).groups
@@ -337,11 +347,14 @@ def test_the_page_of_the_last_token_is_the_sequences_own() -> None:
         assert prefixes.allocate(second, [2, 3]) == found
         assert [*map(len, second.tables)] == [2, 3]
         prefixes.free(second, 0)
+        second.append([1])
+        assert prefixes.allocate(second, [2, 3]) == (0 if hybrid else 8)  # it is computed again, and its state is gone
+        prefixes.free(second, 0)
         assert prefixes.available == [8, 5]
 
 
 class Rank:
-    """A rank of an engine with the pools that kvproto serves, and what it has computed of a prompt."""
+    """A rank of an engine with the pools that kvproto serves."""
 
     def __init__(self, folder: Path, tp: TensorParallel, layout: Layout, page: int) -> None:
         self.folder = folder
@@ -350,8 +363,10 @@ class Rank:
         (group,) = (g for g in self.geometry.groups if g.name == "target")
         self.span = Shard(group, 0).span
         rows = KVPool.allocate(config, PAGES, page, tp, memory=shareable)
-        beside = HybridPools.allocate(config, PAGES, Shard(group, 0), tp, memory=shareable)
+        self.shard = Shard(group, 0)
+        beside = HybridPools.allocate(config, PAGES, self.shard, tp, memory=shareable)
         self.pool = hand_over(self.geometry, {"target": rows}, tp.rank, beside)
+        self.runner = torch_runner(checkpoint.load(folder, tp), rows, self.shard, beside=beside)
 
     def tables(self, pages: Sequence[int], count: int) -> dict[str, Sequence[int]]:
         return page_tables(self.geometry, {"target": pages, WINDOW: pages}, (count - 1) // self.span)
@@ -386,6 +401,50 @@ def test_a_state_after_another_token_is_refused_with_code_path_and_advice(
             assert caught.value.code == code
             assert re.fullmatch(path, caught.value.path)
             assert "finish(tokens=...)" in caught.value.advice
+
+
+@pytest.mark.parametrize(("windows", "found"), [(0, [0, 24, 32]), (10, [0, 0, 32])], ids=["rows of all", "of the last"])
+def test_a_decode_engine_keeps_no_states_that_it_never_had(
+    folder: Path, tmp_path: Path, windows: int, found: list[int]
+) -> None:
+    """It got the state after 20 tokens, and went on to 33. Who begins alike goes on only after a page with a state.
+
+    Where only the last rows of a window came, that page's window has to be there as well.
+    """
+    ids = tokens(33)
+
+    def kept(rank: Rank) -> KeptPages:
+        names = {"weights.target": "hybrid", "rope.target": "none", "dtype.target": "float32"}
+        windowed = {WINDOW: CONFIG.window.tokens if CONFIG.window else 0}
+        shards, storage = [rank.shard], str(tmp_path)
+        return KeptPages(0, rank.pool, names, shards, World(), 8, storage, 0, windowed, rank.runner.states)
+
+    def allocated(pages: KeptPages, sequence: TokenSequence) -> int:
+        pages.begin("it", sequence, len(sequence.prompt) - 1)
+        while not (said := pages.turn()):
+            continue
+        assert [word["op"] for word in said] == ["fetched"]
+        pages.fetched("it", 0)
+        taken = pages.allocate("it", 40)
+        assert taken is not None
+        return taken[0]
+
+    decode = Rank(folder, TensorParallel(), Layout(), PAGE)
+    pages, sequence = kept(decode), TokenSequence(prompt=ids[:20], max_new=20)
+    assert allocated(pages, sequence) == 0
+    table = sequence.tables[0]
+    decode.runner.begin(table, 0)
+    decode.runner.arrived(table, 20)
+    decode.runner.run([Chunk(ids[20:], 20, table, window=sequence.tables[-1])])
+    sequence.append(ids[20:])
+    pages.free(sequence, 33, windows)
+    pages.close(True)
+    for alike, tokens_found in zip((18, 26, 33), found, strict=True):
+        pages = kept(Rank(folder, TensorParallel(), Layout(), PAGE))
+        other = TokenSequence(prompt=[*ids[:alike], 200, 201], max_new=4)
+        assert allocated(pages, other) == tokens_found
+        pages.free(other, 0)
+        pages.close(False)
 
 
 def test_without_their_states_other_tokens_are_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,8 @@ class PrefixCache:
 
         A unit is found for as many further tokens as rows are `ahead`, as its last ones were computed with these. Of a
         `hybrid` target none is found that has the last token of a prompt, so that the page in which its state arrives
-        is the sequence's own. Pages of further pools are never kept.
+        is the sequence's own, and none for a sequence that is computed again, as its states and windows are gone. Pages of
+        further pools are never kept.
         """
         self._pages, self._ahead, self._hybrid = pages, ahead, hybrid
         self.unit, self._each = tokens_a_unit(shards)
@@ -54,7 +55,7 @@ class PrefixCache:
 
         Returns how many tokens of its prompt they hold already; None, taking nothing, while too few pages are free.
         """
-        found = self._find(sequence.prompt[:-1] if self._hybrid else sequence.prompt)
+        found = self._find(self._sought(sequence))
         for unit in found:
             unit.users += 1
         fresh = [max(n - len(found) * each, 0) for n, each in zip(need, self._each, strict=True)]
@@ -113,6 +114,12 @@ class PrefixCache:
         """Pages of each pool that no sequence holds."""
         idle = len(self._units) - len({id(unit) for held in self._held.values() for unit in held})
         return [pages.available + idle * each for pages, each in zip(self._pages, self._each, strict=True)]
+
+    def _sought(self, sequence: TokenSequence) -> list[int]:
+        """The tokens whose units a sequence may use."""
+        if not self._hybrid:
+            return sequence.prompt
+        return [] if sequence.generated else sequence.prompt[:-1]
 
     def _find(self, prompt: Sequence[int]) -> list[_Unit]:
         found: list[_Unit] = []
