@@ -39,8 +39,8 @@ class PrefixCache:
 
         A unit is found for as many further tokens as rows are `ahead`, as its last ones were computed with these. Of a
         `hybrid` target none is found that has the last token of a prompt, so that the page in which its state arrives
-        is the sequence's own, and none for a sequence that is computed again, as its states and windows are gone. Pages of
-        further pools are never kept.
+        is the sequence's own, and none for a sequence that is computed again, as its states and windows are gone. Pages
+        of further pools are never kept.
         """
         self._pages, self._ahead, self._hybrid = pages, ahead, hybrid
         self.unit, self._each = tokens_a_unit(shards)
