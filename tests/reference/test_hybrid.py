@@ -156,7 +156,7 @@ class Alone:
         self, ids: Sequence[int], start: int, pages: Sequence[int], proposed: int = 0, window: Sequence[int] = ()
     ) -> Tensor:
         """Logits [tokens, vocab] of one step; its window has a page for each of the others if none are given."""
-        logits = self.runner.run([Chunk(ids, start, pages, True, proposed, window or pages)])
+        logits = self.runner.run([Chunk(ids, start, pages, every=True, proposed=proposed, window=window or pages)])
         return logits.values  # type: ignore[attr-defined,no-any-return]
 
     def state(self, pages: Sequence[int], count: int) -> list[Tensor]:
@@ -190,7 +190,9 @@ def test_sequences_in_one_step_do_not_disturb_each_other(model: Decoder) -> None
     mine, theirs = [5, 1, 3], [0, 2, 9, 4]
     alone.run(ids[:10], 0, mine)
     alone.runner.run([Chunk(ids[10:17], 10, mine, window=mine), Chunk(other[:16], 0, theirs, window=theirs)])
-    both = alone.runner.run([Chunk(ids[17:], 17, mine, True, 0, mine), Chunk(other[16:], 16, theirs, True, 0, theirs)])
+    both = alone.runner.run(
+        [Chunk(ids[17:], 17, mine, every=True, window=mine), Chunk(other[16:], 16, theirs, every=True, window=theirs)]
+    )
     close(both.values, torch.cat([full(model, ids)[17:], full(model, other)[16:]]), 1e-4)  # type: ignore[attr-defined]
 
 

@@ -103,7 +103,7 @@ def test_states_go_back_to_what_was_accepted() -> None:
     pages, window = [5, 1, 3, 0, 9], [4, 2, 7, 11, 6, 8, 10, 1]
 
     def run(start: int, stop: int, proposed: int = 0) -> None:
-        chunk = Chunk(ids[start:stop], start, pages, True, proposed, window)
+        chunk = Chunk(ids[start:stop], start, pages, every=True, proposed=proposed, window=window)
         found = runner.run([chunk])
         for i in range(start, stop):
             np.testing.assert_allclose(found.row(i - start), expected[i].numpy(), atol=1e-4)
