@@ -95,7 +95,11 @@ def test_an_engine_finds_the_conversation_of_another_with_other_pages(tmp_path: 
 
 @pytest.mark.parametrize(
     "sizes",
-    [[], ["--prefill-tp", "2", "--decode-tp", "2", "--dcp", "2"], ["--target", "hybrid", "--prefill-tp", "2"]],
+    [
+        [],
+        ["--prefill-tp", "2", "--decode-tp", "2", "--dcp", "2"],
+        ["--target", "hybrid", "--prefill-tp", "2", "--decode-tp", "2", "--dcp", "2"],
+    ],
     ids=["one rank", "ranks", "hybrid"],
 )
 def test_two_engines_find_what_they_and_each_other_have_kept(sizes: list[str]) -> None:

@@ -23,10 +23,20 @@ from kvproto_reference.cache.states import CONV, SSM, shapes_of
 from kvproto_reference.cache.windows import check_window, first_row, needed, window_table
 from kvproto_reference.demo.options import parse
 from kvproto_reference.engine.build import torch_runner
-from kvproto_reference.engine.description import STATES, WINDOW, Layout, cache, caches, geometry, hand_over, page_tables
+from kvproto_reference.engine.description import (
+    STATES,
+    WINDOW,
+    Layout,
+    cache,
+    caches,
+    check_kept,
+    geometry,
+    hand_over,
+    page_tables,
+)
 from kvproto_reference.engine.kept_pages import KeptPages
 from kvproto_reference.engine.prefill import Prefiller
-from kvproto_reference.engine.prefix import PrefixCache
+from kvproto_reference.engine.prefix import PrefixCache, tokens_a_unit
 from kvproto_reference.engine.runner import Chunk, Runner
 from kvproto_reference.engine.sampling import SamplingParams
 from kvproto_reference.engine.sequence import TokenSequence
@@ -363,7 +373,6 @@ class Rank:
         config = checkpoint.load_config(folder)
         self.geometry = geometry([folder], [config], "bytes", layout, page)
         (group,) = (g for g in self.geometry.groups if g.name == "target")
-        self.span = Shard(group, 0).span
         rows = KVPool.allocate(config, PAGES, page, tp, memory=shareable)
         self.shard = Shard(group, 0)
         beside = HybridPools.allocate(config, PAGES, self.shard, tp, memory=shareable)
@@ -371,7 +380,7 @@ class Rank:
         self.runner = torch_runner(checkpoint.load(folder, tp), rows, self.shard, beside=beside)
 
     def tables(self, pages: Sequence[int], count: int) -> dict[str, Sequence[int]]:
-        return page_tables(self.geometry, {"target": pages, WINDOW: pages}, (count - 1) // self.span)
+        return page_tables(self.geometry, {"target": pages, WINDOW: pages}, count, self.shard.span)
 
 
 @pytest.mark.parametrize(
@@ -469,6 +478,16 @@ def test_without_their_states_other_tokens_are_written(monkeypatch: pytest.Monke
 # what ranks have of it
 
 
+def test_tiers_that_would_keep_a_state_in_another_page_are_refused(tmp_path: Path) -> None:
+    """Its draft's pages are twice as long as the target's, so that two of these make a slot with one state."""
+    drafted = lay_out([*caches([CONFIG], Layout(), 4), cache(1, CONFIG, Layout(), 8).replicated()])
+    with pytest.raises(EngineError, match="a state for each 2 pages of the target"):
+        check_kept(
+            drafted,
+            tokens_a_unit([Shard(group, 0) for group in drafted.groups if group.name in ("target", "draft")])[1],
+        )
+
+
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_ranks_state_the_channels_and_heads_that_they_have(tp: int) -> None:
     """Blocks of q, k and v, each divided by heads; ranks without a key head of their own share one."""
@@ -496,7 +515,7 @@ def test_more_ranks_than_value_heads_are_refused() -> None:
 REFUSED = {
     "--pp 2": "leave --pp out",
     "--cp 2": "leave --cp out",
-    "--tp 2 --dcp 2": "leave --dcp out",
+    "--tp 2 --dcp 2 --framework jax": "leave --dcp out",
     "--window-pages 7": "raise --window-pages",
     f"--draft {SHIPPED}": "choose a draft with attention in all layers",
 }

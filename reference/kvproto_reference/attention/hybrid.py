@@ -13,9 +13,8 @@ from ..cache.sharding import Shard
 from ..cache.states import StatePool, StateRecord, Stops
 from ..cache.windows import check_window, window_table
 from ..models import Recurrence, Rows, State
-from .base import Kernel
+from .base import Exchange, Kernel
 from .batch import Batch, Span, batch_of
-from .exchange import Alone
 from .paged import PagedAttention
 
 __all__ = ["HybridAttention"]
@@ -29,11 +28,17 @@ class HybridAttention(PagedAttention):
     """
 
     def __init__(
-        self, pool: KVPool, kernel: Kernel, window: PagedAttention | None, states: StatePool | None, shard: Shard
+        self,
+        pool: KVPool,
+        kernel: Kernel,
+        exchange: Exchange,
+        window: PagedAttention | None,
+        states: StatePool | None,
+        shard: Shard,
     ) -> None:
-        """`window` is of the layers with a sliding window, pool and kernel of those that attend to all tokens."""
-        super().__init__(pool, kernel, Alone())
-        self._window, self._states, self._config, self._shard = window, states, pool.config, shard
+        """`window` is of the layers with a sliding window, what comes before it of those that attend to all tokens."""
+        super().__init__(pool, kernel, exchange)
+        self._window, self._states, self._config, self._shard = window, states, pool.config, shard.whole
         self._stops: list[Stops] = []
         self._tried: list[dict[int, dict[int, State]]] = []
         """By span, layer and count of tokens: the states after proposals of the last step."""

@@ -28,11 +28,11 @@ class HybridPools:
         memory: Allocate = private,
         window_pages: int | None = None,
     ) -> "HybridPools":
-        """Zeroed pools beside one of `pages` pages; sliding windows have `window_pages` (None: as many)."""
+        """Zeroed pools beside one of `pages` pages with these tokens; windows have `window_pages` (None: as many)."""
         windows = states = None
         if config.window is not None:
             own = window_pages or pages
-            windows = KVPool.allocate(config, own, shard.group.rows, tp, device, memory, windowed=True)
+            windows = KVPool.allocate(config, own, shard.group.rows, tp.whole, device, memory, windowed=True)
         if config.delta is not None:
             states = StatePool.allocate(config, pages, shard.span, tp, device, memory)
         return cls(windows, states)

@@ -166,7 +166,8 @@ class EngineOptions:
             (layout.pp > 1, "layers of a hybrid model are not divided over stages yet: leave --pp out"),
             (layout.cp > 1, "tokens of a recurrent layer come one after the other, so that context-parallel ranks of"
              " prefill would wait for each other: leave --cp out"),
-            (layout.dcp > 1, "tokens of a hybrid model are not dealt over ranks of decode yet: leave --dcp out"),
+            (layout.dcp > 1 and self.framework == "jax",
+             "tokens of a hybrid model are dealt over ranks of decode by torch only: leave --dcp out"),
         ):  # fmt: skip
             if wrong:
                 raise EngineError(says)

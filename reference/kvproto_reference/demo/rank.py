@@ -317,5 +317,5 @@ class EngineProcess:
 
     def tables(self, sequence: TokenSequence) -> dict[str, Sequence[int]]:
         """A sequence's page tables by group name."""
-        last = (len(sequence.prompt) - 1) // self.shards[0].span
-        return page_tables(self.geometry, dict(zip(self.pages, sequence.tables, strict=True)), last)
+        tables = dict(zip(self.pages, sequence.tables, strict=True))
+        return page_tables(self.geometry, tables, len(sequence.prompt), self.shards[0].span)

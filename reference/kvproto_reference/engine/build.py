@@ -151,25 +151,26 @@ def torch_runner(
     config, place = model.config, model.tp
     group, own = (where.share(config.heads) for where in (place.together, place))
     heads = kv_head_of(config, place, group), kv_head_of(config, place, own)
+    merging: Exchange = Alone()
+    if among is not None and place.dcp > 1:
+        merging = exchange_of(exchange, place.dcp, among, place.replicate_q)
     if config.hybrid and not isinstance(model, EagleHead):
-        if back_end != "torch" or captured or by_token or shard.count > 1:
-            raise EngineError("a hybrid model runs by back end torch, without graphs, and its tokens are not dealt")
+        if back_end != "torch" or captured or by_token or context is not None:
+            raise EngineError("a hybrid model runs by back end torch, without graphs, and not by context parallelism")
         if not beside.fit(config):
             raise EngineError("a hybrid model needs pools of its own for sliding windows, and for recurrent states")
         window = None
         if config.window is not None and beside.windows is not None:
-            reads = TorchKernel(beside.windows, *heads, config.window.tokens)
+            mine = kv_head_of(config, place.whole, own)
+            reads = TorchKernel(beside.windows, mine, mine, config.window.tokens)
             window = PagedAttention(beside.windows, reads, Alone())
-        mixed = HybridAttention(pool, TorchKernel(pool, *heads), window, beside.states, shard)
+        mixed = HybridAttention(pool, TorchKernel(pool, *heads), merging, window, beside.states, shard)
         return TorchRunner(model, mixed, shard, taps)
     if context is not None:
         if isinstance(model, EagleHead):
             raise EngineError("an EAGLE-3 head is not dealt over ranks of prefill: leave --draft-sharded out")
         return ContextRunner(model, pool, TorchKernel(pool, *heads), shard, context, taps)
     kernel = kernel_of(back_end, pool, *heads, fixed=captured)
-    merging: Exchange = Alone()
-    if among is not None and place.dcp > 1:
-        merging = exchange_of(exchange, place.dcp, among, place.replicate_q)
     model.use(FusedOps() if isinstance(kernel, FlashInferKernel) else Ops())
     attention = PagedAttention(pool, kernel, merging, by_token)
     if isinstance(model, EagleHead):

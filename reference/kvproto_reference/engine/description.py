@@ -214,6 +214,7 @@ def cache(model: int, config: ModelConfig, layout: Layout, page_size: int, name:
     layers = config.row_layers(windowed)
     size = layout.shares(model)
     ranks = [layout.place(model, TensorParallel(rank, size)) for rank in range(size)]
+    ranks = [rank.whole for rank in ranks] if windowed else ranks
     shares = [kv_head_range(config, place) for place in ranks][:: ranks[0].dcp]
     if config.kind == "mla":
         made = Cache.mla(
@@ -229,6 +230,8 @@ def cache(model: int, config: ModelConfig, layout: Layout, page_size: int, name:
             dtype=dtype,
             model=model,
         ).divided(shares)
+    if windowed:
+        return made.replicated()
     if model and layout.draft_tp:
         return made.over(tp=layout.draft_tp, cp=1, copies=False)
     return made.sharded() if model and layout.draft_sharded else made
@@ -238,6 +241,18 @@ def windows_of(configs: Sequence[ModelConfig]) -> dict[str, int]:
     """To how many of the last tokens each group with a sliding window attends."""
     window = configs[0].window
     return {} if window is None else {WINDOW: window.tokens}
+
+
+def check_kept(geometry: Geometry, each: Sequence[int]) -> None:
+    """Raise EngineError if tiers would keep a state elsewhere than in the page of its last token.
+
+    A slot of theirs has one state, and `each[0]` pages of the target.
+    """
+    if each[0] != 1 and any(group.kind == ItemKind.SLOT for group in geometry.groups):
+        raise EngineError(
+            f"tiers keep a state for each {each[0]} pages of the target, whose engine has one in each: choose pages as"
+            " long as those of the draft"
+        )
 
 
 def shards(geometry: Geometry, rank: int) -> dict[str, Shard]:
@@ -285,13 +300,17 @@ def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int, besid
 _AXES = {STATES[CONV]: "slot row lane", STATES[SSM]: "slot head dim"}
 
 
-def page_tables(geometry: Geometry, tables: Mapping[str, Sequence[int]], last: int) -> dict[str, Sequence[int]]:
-    """By group name, the page tables of a prompt, given those of each pool, and the slot of its states.
+def page_tables(
+    geometry: Geometry, tables: Mapping[str, Sequence[int]], tokens: int, span: int
+) -> dict[str, Sequence[int]]:
+    """By group name, the page tables of a prompt of `tokens` tokens, given those of each pool; and its state's slot.
 
-    The last token belongs to the page at index `last`, and its slot is that of the state.
+    `span` tokens belong to a page of the target. The slot is that of the page to which the last token belongs.
     """
-    found = {name: table for name, table in tables.items() if name != WINDOW}
-    if WINDOW in tables:
-        found[WINDOW] = window_table(tables[WINDOW], last + 1)
-    slots = [group.name for group in geometry.groups if group.kind == ItemKind.SLOT]
-    return found | dict.fromkeys(slots, tables[TARGET][last : last + 1])
+    found, last = dict(tables), (tokens - 1) // span
+    for group in geometry.groups:
+        if group.kind == ItemKind.SLOT:
+            found[group.name] = tables[TARGET][last : last + 1]
+        elif group.name == WINDOW:
+            found[WINDOW] = window_table(tables[WINDOW], -(-tokens // group.rows))
+    return found

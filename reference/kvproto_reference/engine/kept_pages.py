@@ -24,7 +24,7 @@ from .. import checkpoint
 from ..cache import Shard
 from ..errors import EngineError
 from ..models import ModelConfig
-from .description import DRAFT, TARGET
+from .description import DRAFT, TARGET, check_kept
 from .lockstep import Said
 from .prefix import tokens_a_unit
 from .sequence import TokenSequence
@@ -90,12 +90,14 @@ class KeptPages:
         `windows` are as in `Tiers`, and `states` is `Runner.states` of the target. Raises EngineError if pages do not
         hold whole runs of a deal.
         """
-        self.unit, self._each = tokens_a_unit(shards)
+        self._windows = windows or {}
+        self.unit, self._each = tokens_a_unit([*shards, shards[0].whole] if self._windows else shards)
         if not self.unit:
             raise EngineError("--host-pages needs pages that hold whole runs of the deal: choose another --interleave")
+        check_kept(pool.geometry, self._each)
         ahead_of = [DRAFT] if ahead else []
         self.tiers = Tiers(pool, names, page=self.unit, host=host, storage=storage, ahead=ahead_of, windows=windows)
-        self._states, self._windows = states, windows or {}
+        self._states = states
         self._rank, self._world, self._ahead = rank, world, ahead
         self._coming: dict[str, _Coming] = {}
         self._held: dict[TokenSequence, _Held] = {}
@@ -169,8 +171,6 @@ class KeptPages:
         del self._coming[id]
         self._held[one.sequence] = _Held(lease, one.count)
         one.sequence.tables = [[slot * each + i for slot in lease.slots for i in range(each)] for each in self._each]
-        if self._windows:  # they have a page for each of the rest, so that all of them stay
-            one.sequence.tables.append(one.sequence.tables[0])
         device = min(lease.found["device"], pages)
         storage = min(one.taken, pages - device)
         where = {"device": device, "host": pages - device - storage, "storage": storage}

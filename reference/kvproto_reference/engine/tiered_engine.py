@@ -20,7 +20,7 @@ from ..cache.memory import shareable
 from ..errors import EngineError, OutOfPages
 from ..tokenizer import check_agreement
 from .build import Hosted, torch_hosted
-from .description import DRAFT, Layout, geometry, windows_of
+from .description import DRAFT, Layout, check_kept, geometry, windows_of
 from .kept_pages import names_of
 from .prefill import Prefiller
 from .prefix import tokens_a_unit
@@ -82,9 +82,11 @@ class TieredEngine:
         configs = checkpoint.load_config(target_dir), checkpoint.load_config(draft_dir)
         said = geometry(folders, configs, self.tokenizer.identity, layout, page_size)
         made = (hosted or _torch)(folders, said, layout, pages)
-        self._unit, self._each = tokens_a_unit(made.shards)
+        whole = [made.target.shard.whole] if made.target.windowed else []
+        self._unit, self._each = tokens_a_unit([*made.shards, *whole])
         if not self._unit:
             raise EngineError("a page has to hold whole runs of the deal: choose another interleave")
+        check_kept(said, self._each)
         names = names_of(folders, configs)
         ahead = [DRAFT] if made.draft is not None and made.draft.ahead else []
         self.ranks = [
@@ -94,7 +96,7 @@ class TieredEngine:
         self.tiers = self.ranks[0]
         self._prefiller = Prefiller(made.target, made.draft, chunk)
         self._decoder = SpeculativeDecoder(made.target, made.draft, k)
-        self._keep, self._windowed = keep, made.target.windowed
+        self._keep = keep
         self._states, self._arrived = made.target.states, made.target.arrived
 
     def answer(self, prompt: Sequence[int], max_new: int) -> Answer:
@@ -122,8 +124,6 @@ class TieredEngine:
             sequence.tables = [
                 [slot * each + i for slot in leases[0].slots for i in range(each)] for each in self._each
             ]
-            if self._windowed:
-                sequence.tables.append(sequence.tables[0])
             self._prefiller.add(sequence, pages * unit)
             self._arrived(sequence.tables[0], pages * unit)
             while self._prefiller.busy:

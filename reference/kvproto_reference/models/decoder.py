@@ -14,7 +14,7 @@ from .gqa import GqaAttention
 from .mla import MlaAttention
 from .moe import MoeFFN
 from .ops import Stepping, Table
-from .parallel import SOLO, TensorParallel, check_split
+from .parallel import SOLO, TensorParallel, check_split, place_in
 
 
 class Block(Stepping):
@@ -25,8 +25,9 @@ class Block(Stepping):
         self.eps, self.tp = config.norm_eps, tp
         self.attn_norm = nn.Parameter(torch.ones(config.hidden))
         kind = GqaAttention if config.kind == "gqa" else MlaAttention
+        place = place_in(config, tp, layer)
         self.attn: GqaAttention | MlaAttention | DeltaNet = (DeltaNet if config.recurs(layer) else kind)(
-            config, tp, layer
+            config, place, layer
         )
         self.ffn_norm = nn.Parameter(torch.ones(config.hidden))
         sparse = config.moe is not None and layer in config.moe.layers

@@ -159,6 +159,11 @@ def kv_head_range(config: ModelConfig, tp: TensorParallel) -> tuple[int, int]:
     return mine.start // each, -(-mine.stop // each)
 
 
+def place_in(config: ModelConfig, tp: TensorParallel, layer: int) -> TensorParallel:
+    """The place of a rank in one layer: tokens of sliding windows are dealt nowhere."""
+    return tp if config.reach(layer) is None else tp.whole
+
+
 def kv_head_of(config: ModelConfig, tp: TensorParallel, heads: slice) -> list[int]:
     """The KV head, of those that the rank stores, that each of these query heads attends to."""
     if config.kind == "mla":
@@ -198,6 +203,8 @@ CUTS = {
 def cut(config: ModelConfig, tp: TensorParallel, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
     """This rank's slice, dim by dim, of the full weight `name` of `shape`."""
     slices = [slice(0, length) for length in shape]
+    if name.startswith("layers."):
+        tp = place_in(config, tp, int(name.split(".")[1]))
     unit, dim = CUTS.get(name.rsplit(".", 1)[-1], ("", 0))
     if unit:
         units = {
