@@ -174,6 +174,7 @@ def test_an_eagle_head(target: str, prefill: int, decode: int, prompts: Path) ->
         "--prefill-tp 3 --decode-tp 2 --spans --part 1 --pages 14 --chunk 7",
         "--prefill-tp 1 --decode-tp 2 --transport inline --tcp",
         "--prefill-tp 1 --decode-tp 4 --dcp 2 --interleave 4",
+        "--prefill-tp 2 --prefill-pp 2 --decode-tp 1 --decode-pp 2 --window-pages 9",
         "--prefill-framework jax --prefill-tp 2",
         "--decode-framework jax --prefill-tp 1 --decode-tp 4 --intent",
     ],

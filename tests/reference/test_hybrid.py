@@ -513,10 +513,10 @@ def test_more_ranks_than_value_heads_are_refused() -> None:
 # what is refused by name
 
 REFUSED = {
-    "--pp 2": "leave --pp out",
     "--cp 2": "leave --cp out",
     "--tp 2 --dcp 2 --framework jax": "leave --dcp out",
     "--window-pages 7": "raise --window-pages",
+    "--pp 2 --host-pages 9": "leave --pp out",
     f"--draft {SHIPPED}": "choose a draft with attention in all layers",
 }
 

@@ -3,7 +3,7 @@
 import attrs
 import torch
 
-from ..models import SOLO, ModelConfig, TensorParallel
+from ..models import SOLO, DeltaConfig, ModelConfig, TensorParallel, WindowConfig
 from .memory import Allocate, private
 from .pool import KVPool
 from .sharding import Shard
@@ -30,22 +30,28 @@ class HybridPools:
     ) -> "HybridPools":
         """Zeroed pools beside one of `pages` pages with these tokens; windows have `window_pages` (None: as many)."""
         windows = states = None
-        if config.window is not None:
+        if _has(config.window, config, tp):
             own = window_pages or pages
             windows = KVPool.allocate(config, own, shard.group.rows, tp.whole, device, memory, windowed=True)
-        if config.delta is not None:
+        if _has(config.delta, config, tp):
             states = StatePool.allocate(config, pages, shard.span, tp, device, memory)
         return cls(windows, states)
 
-    def fit(self, config: ModelConfig) -> bool:
-        """Whether they are what this model needs."""
-        return (config.window is None, config.delta is None) == (self.windows is None, self.states is None)
+    def fit(self, config: ModelConfig, tp: TensorParallel) -> bool:
+        """Whether they are what this rank needs."""
+        need = tuple(_has(layers, config, tp) for layers in (config.window, config.delta))
+        return need == (self.windows is not None, self.states is not None)
 
     def move(self, memory: Allocate) -> None:
         """Put them into other memory, zeroed; what they held is gone."""
         for pool in (self.windows, self.states):
             if pool is not None:
                 pool.move(memory)
+
+
+def _has(some: WindowConfig | DeltaConfig | None, config: ModelConfig, tp: TensorParallel) -> bool:
+    """Whether a rank has layers of a kind."""
+    return some is not None and not {*some.layers}.isdisjoint(tp.stages(config.layers).layers)
 
 
 NOTHING = HybridPools()

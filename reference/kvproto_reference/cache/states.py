@@ -50,7 +50,7 @@ class StateRecord:
             self.after.pop(item, None)
 
     def arrived(self, pages: Sequence[int], tokens: int) -> None:
-        """Note that the state after so many tokens of a sequence has come into its item from elsewhere."""
+        """Note that the state after so many tokens of a sequence is in its item now."""
         if tokens:
             self.after[self.item(pages, tokens)] = tokens
 
@@ -62,8 +62,8 @@ class StateRecord:
     def step(self, pages: Sequence[int], start: int, count: int, proposed: int) -> Stops:
         """Begin a step of `count` tokens from position `start` on, the last `proposed` of which are proposals.
 
-        Raises EngineError if the state there is another one: a state cannot be rolled back. The states that the step
-        stores are none before `store` says that they are there.
+        Raises EngineError if the state there is another one: a state cannot be rolled back. What the step stores is no
+        state before `arrived` says so.
         """
         source = self.item(pages, start) if start else None
         if source is not None and (after := self.after.get(source)) != start:
@@ -111,7 +111,8 @@ class StatePool:
         """A zeroed pool of the heads of one rank, in one allocation, with an item for each of `pages` pages."""
         types, shapes = {CONV: getattr(torch, config.dtype), SSM: torch.float32}, shapes_of(config, tp)
         made = cls(StateRecord(span), torch.device(device))
-        for layer in config.delta_sizes.layers:
+        here = tp.stages(config.layers).layers
+        for layer in (layer for layer in config.delta_sizes.layers if layer in here):
             for part, shape in shapes.items():
                 made.tensors[layer, part] = torch.empty(pages, *shape, dtype=types[part], device="meta")
         made.move(memory)

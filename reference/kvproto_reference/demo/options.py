@@ -157,13 +157,18 @@ class EngineOptions:
 
     def _check_hybrid(self) -> None:
         """Raise EngineError for what the engines do not do with recurrent states and sliding windows."""
-        layout, window = self.layout, needed(self.configs[0], self.page_size, max(self.chunk, self.speculate + 1))
+        layout, target = self.layout, self.configs[0]
+        window = needed(target, self.page_size, max(self.chunk, self.speculate + 1))
+        chunks, rows = layout.chunks(0, target.layers), target.row_layers()
+        held = [{layer for stage, some in chunks if stage == each for layer in some} for each in range(layout.pp)]
         have = self.window_pages or self.pages
         for wrong, says in (
             (window > have, f"a sliding window needs {window} pages of {self.page_size} tokens for steps of"
              f" {max(self.chunk, self.speculate + 1)}, and its pool has {have}: raise --window-pages"),
             (self.back_end != "torch", "back end flashinfer runs no hybrid model: choose --back-end torch"),
-            (layout.pp > 1, "layers of a hybrid model are not divided over stages yet: leave --pp out"),
+            (self.host_pages and any(layers.isdisjoint(rows) for layers in held),
+             "--host-pages needs a layer that attends to all tokens in each stage, as others may lack what is kept of a"
+             " page: leave --pp out"),
             (layout.cp > 1, "tokens of a recurrent layer come one after the other, so that context-parallel ranks of"
              " prefill would wait for each other: leave --cp out"),
             (layout.dcp > 1 and self.framework == "jax",

@@ -72,21 +72,23 @@ def torch_hosted(
     taps = head.taps if head else ()
     for model, (name, folder, config) in enumerate(zip((TARGET, DRAFT)[: len(folders)], folders, configs, strict=True)):
         place = place_of(layout, model, config, world)
-        if name not in mine:
-            whole = next(Shard(group, 0) for group in geometry.groups if group.name == name)
+        # of a hybrid's stage without attention to all tokens, the shard that another stage has of it
+        group = next(group for group in geometry.groups if group.name == name)
+        shard, own = mine.get(name, Shard(group, place.cp_rank)), place.stages(config.layers)
+        if not own.layers:
             ahead = 0 if config.eagle is None else 1
-            runners.append(Elsewhere(place.stages(config.layers), config.vocab, whole, device, ahead))
+            runners.append(Elsewhere(own, config.vocab, shard, device, ahead))
             continue
-        cache = caches[name] = KVPool.allocate(config, pages, mine[name].group.rows, place, device, memory)
+        cache = caches[name] = KVPool.allocate(config, pages, group.rows, place, device, memory)
         if config.hybrid:
-            beside = HybridPools.allocate(config, pages, mine[name], place, device, memory, window_pages)
+            beside = HybridPools.allocate(config, pages, shard, place, device, memory, window_pages)
         load = checkpoint.load if config.eagle is None else checkpoint.load_head
         loaded = load(folder, place, dtype=config.dtype, device=device)
-        context = along if mine[name].count > 1 else None
+        context = along if shard.count > 1 else None
         made = torch_runner(
             loaded,
             cache,
-            mine[name],
+            shard,
             among,
             layout.exchange,
             context,
@@ -157,7 +159,7 @@ def torch_runner(
     if config.hybrid and not isinstance(model, EagleHead):
         if back_end != "torch" or captured or by_token or context is not None:
             raise EngineError("a hybrid model runs by back end torch, without graphs, and not by context parallelism")
-        if not beside.fit(config):
+        if not beside.fit(config, place):
             raise EngineError("a hybrid model needs pools of its own for sliding windows, and for recurrent states")
         window = None
         if config.window is not None and beside.windows is not None:

@@ -25,6 +25,7 @@ from ..cache import Shard
 from ..errors import EngineError
 from ..models import ModelConfig
 from .description import DRAFT, TARGET, check_kept
+from .description import shards as shards_of
 from .lockstep import Said
 from .prefix import tokens_a_unit
 from .sequence import TokenSequence
@@ -96,7 +97,9 @@ class KeptPages:
             raise EngineError("--host-pages needs pages that hold whole runs of the deal: choose another --interleave")
         check_kept(pool.geometry, self._each)
         ahead_of = [DRAFT] if ahead else []
-        self.tiers = Tiers(pool, names, page=self.unit, host=host, storage=storage, ahead=ahead_of, windows=windows)
+        owned = shards_of(pool.geometry, pool.rank)
+        reach = {name: tokens for name, tokens in self._windows.items() if name in owned}
+        self.tiers = Tiers(pool, names, page=self.unit, host=host, storage=storage, ahead=ahead_of, windows=reach)
         self._states = states
         self._rank, self._world, self._ahead = rank, world, ahead
         self._coming: dict[str, _Coming] = {}
