@@ -517,6 +517,7 @@ REFUSED = {
     "--tp 2 --dcp 2 --framework jax": "leave --dcp out",
     "--window-pages 7": "raise --window-pages",
     "--pp 2 --host-pages 9": "leave --pp out",
+    "--target gqa --window-pages 9": "leave it out",
     f"--draft {SHIPPED}": "choose a draft with attention in all layers",
 }
 

@@ -140,6 +140,8 @@ class EngineOptions:
         check_draft(self.folders, configs)
         if configs[0].hybrid:
             self._check_hybrid()
+        if self.window_pages and configs[0].window is None:
+            raise EngineError("--window-pages is of sliding windows, which this target has none of: leave it out")
         if not hidden_of(configs):
             return
         for wrong, says in (
