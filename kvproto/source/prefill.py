@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 
 _MORE = "the sink fetches more tokens than were computed: fetch(tokens=...) no more than finish(tokens=...)"
+_ELSEWHERE = "a state cannot be rolled back: fetch(tokens=...) exactly as many as finish(tokens=...)"
 _NO_ITEMS = np.empty(0, np.int64)
 
 
@@ -205,7 +206,7 @@ def check_ends(pair: Pair, grants: Sequence[Grants], tokens: int, axes: Mapping[
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", str(most), str(grant.valid), _MORE)
         if grant.state_after not in (None, tokens):
             path = f"grants[{i}].state_after"
-            raise RemoteError(ErrorCode.STATE_POSITION, path, str(tokens), str(grant.state_after))
+            raise RemoteError(ErrorCode.STATE_POSITION, path, str(tokens), str(grant.state_after), _ELSEWHERE)
 
 
 def offered(

@@ -117,8 +117,13 @@ def load_either(
     return load_head(folder, target, tp, dtype=dtype, device=device)
 
 
-def check_head(folders: Sequence[Path], configs: Sequence[ModelConfig]) -> None:
-    """Raise EngineError where the draft, if there is one, is a head of another target than the first."""
+def check_draft(folders: Sequence[Path], configs: Sequence[ModelConfig]) -> None:
+    """Raise EngineError where the draft, if there is one, is a hybrid, or a head of another target than the first."""
+    if configs[1:] and configs[1].hybrid:
+        raise EngineError(
+            f"the draft {folders[1]} is a hybrid model: its states would have to go back over several of its steps when"
+            " proposals are refused, which is not built; choose a draft with attention in all layers"
+        )
     if configs[0].head is not None:
         raise EngineError(f"{folders[0]} is a head, which runs beside its target: give it as the draft")
     head = head_among(configs)

@@ -2,7 +2,7 @@
 
 import attrs
 
-from .models import ModelConfig
+from .models import DeltaConfig, ModelConfig, WindowConfig
 from .models.config import Kind
 
 
@@ -28,6 +28,21 @@ PRESETS: dict[str, Preset] = {
         config=ModelConfig(kind="gqa", hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=160),
         steps=1500,
         seed=2,
+    ),
+    "target-hybrid": Preset(
+        config=ModelConfig(
+            kind="gqa",
+            hidden=64,
+            layers=4,
+            heads=4,
+            kv_heads=2,
+            head_dim=16,
+            ffn=144,
+            delta=DeltaConfig(layers=(0, 2), key_heads=2, key_dim=16, value_heads=4, value_dim=16, kernel=4),
+            window=WindowConfig(layers=(1,), tokens=48),
+        ),
+        steps=1200,
+        seed=7,
     ),
     "draft-mla": Preset(
         config=ModelConfig(

@@ -58,9 +58,12 @@ def rate_factor(step: int, steps: int, warmup: int = 40) -> float:
 
 def build_optimizers(model: nn.Module, preset: Preset | HeadPreset) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, which then learn the text in about half the steps; AdamW for the rest."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in named if p.ndim == 2 and name != "embed"]
-    rest = [p for name, p in named if p.ndim != 2 or name == "embed"]
+    named = {
+        p: p.ndim == 2 and name != "embed" and not name.endswith("_conv")
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    matrices, rest = ([p for p, is_matrix in named.items() if is_matrix == wanted] for wanted in (True, False))
     return [
         torch.optim.Muon(matrices, lr=preset.matrix_rate, weight_decay=0.0),
         torch.optim.AdamW(rest, lr=preset.rate, betas=(0.9, 0.98), weight_decay=0.0),

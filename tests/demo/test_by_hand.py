@@ -6,16 +6,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvproto import LocalError, Seed
+from kvproto import LocalError, Seed, new_ticket, write_ticket
 from kvproto_reference.commands import decode, prefill
 from kvproto_reference.demo.control import Line
 from kvproto_reference.demo.engines import Engines
 from kvproto_reference.demo.network import key_folders
 from kvproto_reference.demo.options import parse, unknown_hosts
 from kvproto_reference.demo.router import Router
+from kvproto_reference.engine.description import STATES, WINDOW
 from kvproto_reference.errors import EngineError
 from tests.demo.test_demo import TEXT, demo, report
 from tests.processes import Command
@@ -144,27 +146,60 @@ def test_decode_that_is_killed_costs_prefill_nothing(start: Start, folder: Path,
     assert json.loads(result.out)["identical"], result.said
 
 
-@pytest.mark.parametrize("layout", [[], ["--tp", "2", "--dcp", "2", "--interleave", "4", "--page-size", "8"]])
+@pytest.mark.parametrize(
+    ("target", "layout"),
+    [("mla", ""), ("mla", "--tp 2 --dcp 2 --interleave 4 --page-size 8"), ("hybrid", "--tp 2 --page-size 8")],
+)
 def test_what_decode_has_already_is_not_fetched_again(
-    start: Start, folder: Path, tmp_path: Path, layout: list[str]
+    start: Start, folder: Path, tmp_path: Path, target: str, layout: str
 ) -> None:
-    """The same prompts twice, and one that goes on otherwise: the units of tokens that are known are left out."""
-    start("prefill", "--dir", folder)
-    start("decode", "--dir", folder, *layout)
+    """The same prompts twice, and one that goes on otherwise: the units of tokens that are known are left out.
+
+    Recurrent states come whole, and what the next token reads of a sliding window, whatever is known.
+    """
+    start("prefill", "--dir", folder, "--target", target)
+    start("decode", "--dir", folder, "--target", target, *layout.split())
     first, same, other = TEXT.split("\n\n")[0], "same.txt", "other.txt"
     (tmp_path / same).write_text(first)
     (tmp_path / other).write_text(first[:40] + " a bank, and of having nothing to do")
     told = []
     for name in (same, same, other):
-        result = demo("--attach", folder, "--prompt-file", tmp_path / name, "--json", "--max-new", "8")
+        args = "--attach", folder, "--prompt-file", tmp_path / name, "--target", target, "--max-new", "8"
+        result = demo(*args, "--json")
         assert result.status == 0, result.said
         told.append(report(result))
         assert told[-1]["identical"]
-    assert [run["requests"][0]["cached"] for run in told] == [0, len(first) // 16 * 16, 32]
-    moved = [sum(pair["bytes"] for pair in run["matrix"]) for run in told]
+    unit = 8 if target == "hybrid" else 16
+    cached = [0, len(first) // unit * unit, 40 // unit * unit]
+    assert [run["requests"][0]["cached"] for run in told] == cached
+    moved = [[sum(p["bytes"] for p in run["matrix"] if (p["group"] in {WINDOW, *STATES.values()}) == which) for run in told]
+             for which in (False, True)]  # fmt: skip
     tokens = [run["requests"][0]["prompt_tokens"] for run in told]
-    a_token = moved[0] / tokens[0]
-    assert moved == [a_token * (n - cached) for n, cached in zip(tokens, (0, len(first) // 16 * 16, 32), strict=True)]
+    a_token = moved[0][0] / tokens[0]
+    assert moved[0] == [a_token * (n - had) for n, had in zip(tokens, cached, strict=True)]
+    assert len({*moved[1]}) == 1
+    assert bool(moved[1][0]) == (target == "hybrid")
+
+
+def test_a_prompt_that_nobody_fetches_while_it_waits_for_pages_costs_no_engine(start: Start, folder: Path) -> None:
+    """Its pages were never taken, so none come back; the next prompt is served when there are some."""
+    start("prefill", "--dir", folder, "--pages", "2")
+    line, told = Line(folder, "prefill-0"), list[dict[str, Any]]()
+
+    def until(op: str, id: str | None = None) -> dict[str, Any]:
+        while not (found := [word for word in told if (word["op"], word.get("id")) == (op, id)]):
+            line.socket.poll(100)
+            told.extend(line.receive())
+            assert not [word for word in told if word["op"] == "lost"]
+        return found[0]
+
+    until("ready")
+    for name, seconds in (("first", 1.5), ("second", 0.2), ("third", 30)):
+        ticket = write_ticket(new_ticket("prefill", deadline=seconds))
+        line.send("prefill", id=name, ticket=ticket, prompt=[*range(20)], max_new=4)
+    assert until("freed", "second")["available"] == [0, 0]
+    until("prefilled", "third")
+    line.close()
 
 
 def test_an_engine_that_does_not_run_is_named(start: Start, folder: Path) -> None:

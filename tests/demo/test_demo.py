@@ -25,6 +25,7 @@ from kvproto.transport.nixl.direct import Costs
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto_reference.demo.__main__ import main
 from kvproto_reference.demo.options import parse
+from kvproto_reference.engine.description import STATES, WINDOW
 from kvproto_reference.errors import EngineError
 from tests.processes import Command, Ended, imported
 
@@ -163,6 +164,34 @@ def test_an_eagle_head(target: str, prefill: int, decode: int, prompts: Path) ->
     assert {m["group"] for m in cold["matrix"]} == {"target"}
     accepted = [sum(r["acceptance"] for r in told["requests"]) for told in (warm, cold)]
     assert accepted[0] > accepted[1]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "--prefill-tp 1 --decode-tp 1 --speculate 0",
+        "--prefill-tp 4 --decode-tp 2 --prefill-page-size 8",
+        "--prefill-tp 2 --decode-tp 4 --part 1 --window-pages 9",
+        "--prefill-tp 3 --decode-tp 2 --spans --part 1 --pages 14 --chunk 7",
+        "--prefill-tp 1 --decode-tp 2 --transport inline --tcp",
+        "--prefill-tp 1 --decode-tp 4 --dcp 2 --interleave 4",
+        "--prefill-tp 2 --prefill-pp 2 --decode-tp 1 --decode-pp 2 --window-pages 9",
+        "--prefill-framework jax --prefill-tp 2",
+        "--decode-framework jax --prefill-tp 1 --decode-tp 4 --intent",
+    ],
+)
+def test_a_hybrid_target(args: str, prompts: Path) -> None:
+    """States with channels in three blocks, and windows, beside full attention and a draft; to other ranks and pages."""
+    told = right("--target", "hybrid", *args.split(), "--prompt-file", prompts, "--max-new", "24")
+    groups = {"target", WINDOW, *STATES.values(), "draft"} - ({"draft"} if "--speculate 0" in args else set())
+    assert {m["group"] for m in told["matrix"]} == groups
+    sent: dict[int, int] = {}
+    for moved in told["matrix"]:
+        if moved["group"] == STATES["ssm"]:
+            sent[moved["sink"]] = sent.get(moved["sink"], 0) + moved["bytes"]
+    # of each of two layers and three prompts, four heads of 16 x 16 numbers
+    assert sum(sent.values()) == 3 * 2 * 4 * 16 * 16 * 4
+    assert len({*sent.values()}) == 1
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

@@ -20,6 +20,7 @@ from tests.processes import Command, imported
 imported("kvproto_reference.demo.__main__")
 
 FOLDERS = checkpoint_folder("target", "mla"), checkpoint_folder("draft", "gqa")
+HYBRID = checkpoint_folder("target", "hybrid")
 SMALL = {"page_size": 4, "max_new": 5, "chunk": 64, "k": 4}
 
 
@@ -28,10 +29,16 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("draft", [FOLDERS[1], draft_folder("eagle", 4, "mla")], ids=["gqa", "eagle"])
-def test_turns_find_their_pages_wherever_they_went(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The last row of an EAGLE-3 head's page is of the next token too (KVP-TIER-AHEAD)."""
-    assert tiers.run((FOLDERS[0], draft), *SMALL.values(), None) == 0
+@pytest.mark.parametrize(
+    "folders",
+    [FOLDERS, (FOLDERS[0], draft_folder("eagle", 4, "mla")), (HYBRID, FOLDERS[1])],
+    ids=["gqa", "eagle", "hybrid"],
+)
+def test_turns_find_their_pages_wherever_they_went(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last row of an EAGLE-3 head's page is of the next token too (KVP-TIER-AHEAD); a hybrid's page has a state."""
+    assert tiers.run(folders, *SMALL.values(), None) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["verdicts"] == {"tokens": True, "acceptance": True, "tiers": True}
     for name in ("device", "host", "storage"):
@@ -86,7 +93,15 @@ def test_an_engine_finds_the_conversation_of_another_with_other_pages(tmp_path: 
         engine.close()
 
 
-@pytest.mark.parametrize("sizes", [[], ["--prefill-tp", "2", "--decode-tp", "2", "--dcp", "2"]])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [],
+        ["--prefill-tp", "2", "--decode-tp", "2", "--dcp", "2"],
+        ["--target", "hybrid", "--prefill-tp", "2", "--decode-tp", "2", "--dcp", "2"],
+    ],
+    ids=["one rank", "ranks", "hybrid"],
+)
 def test_two_engines_find_what_they_and_each_other_have_kept(sizes: list[str]) -> None:
     """Ranks agree on what all have; no token and no acceptance is other than where nothing is evicted."""
     ended = Command(main, ["--tiers", "--json", "--page-size", "4", "--max-new", "5", *sizes]).wait()

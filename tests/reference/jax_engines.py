@@ -48,6 +48,8 @@ def generate(target: Runner, draft: Runner, max_new: int = 24, k: int = 4) -> li
     for request in requests:
         need = [model.shard.pages(len(request.prompt) + max_new) for model in (target, draft)]
         request.tables = [free.allocate(n) for free, n in zip(pages, need, strict=True)]
+        if target.windowed:  # pages 0 to 11 for the first, and so on
+            request.tables.append([*range(PAGES // 2 * (at := requests.index(request)), PAGES // 2 * (at + 1))])
         prefiller.add(request)
     while prefiller.busy:
         prefiller.step()

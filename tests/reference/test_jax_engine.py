@@ -17,7 +17,7 @@ from kvproto_reference import checkpoint
 from kvproto_reference.cache import PageAllocator
 from kvproto_reference.cache.memory import shareable
 from kvproto_reference.engine.build import torch_hosted
-from kvproto_reference.engine.description import DRAFT, FIRST, TARGET, Layout, shards
+from kvproto_reference.engine.description import DRAFT, FIRST, TARGET, Layout, geometry, shards
 from kvproto_reference.engine.prefill import Prefiller
 from kvproto_reference.engine.runner import Chunk
 from kvproto_reference.engine.sequence import TokenSequence
@@ -38,6 +38,7 @@ host_devices(8)
     ("gqa", "gqa", jax_engines.DEALT), ("gqa", "mla", jax_engines.DEALT), ("mla", "mla", jax_engines.DEALT),
     ("mla", "gqa", attrs.evolve(jax_engines.DEALT, draft_sharded=True)),
     ("mla", "gqa", Layout(tp=2, cp=3, interleave=2, draft_sharded=True)),
+    ("hybrid", "gqa", Layout(tp=4)),
 ])  # fmt: skip
 def test_tokens_are_those_of_the_torch_engine(target: str, draft: str, layout: Layout) -> None:
     folders = checkpoint.CHECKPOINTS / f"target-{target}", checkpoint.CHECKPOINTS / f"draft-{draft}"
@@ -90,6 +91,33 @@ def test_frameworks_hand_over_to_each_other(tmp_path: Path, there: str) -> None:
             decoder.step([landed])
     assert landed.generated == expected.tokens
     assert landed.stats == expected.stats
+
+
+def test_states_go_back_to_what_was_accepted() -> None:
+    """A step that begins elsewhere is refused; after one that begins where it may, logits are those of the whole."""
+    folder, ids = checkpoint.CHECKPOINTS / "target-hybrid", jax_engines.IDS
+    config = checkpoint.load_config(folder)
+    made = geometry([folder], [config], "bytes", Layout(), 8)
+    runner = jax_runner(folder, [Pool.allocate(made, 12)], TARGET, Layout())
+    expected = checkpoint.load(folder).forward(torch.tensor(ids), torch.arange(len(ids)), Dense(config))
+    pages, window = [5, 1, 3, 0, 9], [4, 2, 7, 11, 6, 8, 10, 1]
+
+    def run(start: int, stop: int, proposed: int = 0) -> None:
+        chunk = Chunk(ids[start:stop], start, pages, every=True, proposed=proposed, window=window)
+        found = runner.run([chunk])
+        for i in range(start, stop):
+            np.testing.assert_allclose(found.row(i - start), expected[i].numpy(), atol=1e-4)
+
+    run(0, 13)
+    run(13, 18, proposed=4)
+    runner.settle([4])  # the end of a page is among what stays
+    assert runner.states(pages, 17) == {8, 16}
+    with pytest.raises(
+        EngineError, match="position 18 needs the state after 18 tokens, and item 3 has the state after 17"
+    ):
+        run(18, 19)
+    run(17, 19)
+    run(16, 21)
 
 
 MOE = MoeConfig(layers=(0,), experts=8, top_k=3, ffn=10, shared_ffn=12, scores="sigmoid", groups=4, top_groups=2,

@@ -25,6 +25,10 @@ class Span:
     start: int
     count: int
     pages: Sequence[int]
+    proposed: int = 0
+    """How many of the tokens, the last ones, are proposals that may not stay."""
+    window: Sequence[int] = ()
+    """The pages in which the sliding windows of the sequence move (`cache/windows.py`)."""
 
 
 @attrs.frozen(eq=False)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..cache.pool import KVPool
+from ..cache.states import StateRecord
 from ..models import Attention, Rows
 from .base import Exchange, Kernel
 from .batch import Batch
@@ -32,6 +35,19 @@ class PagedAttention(Attention):
         slots = self.pool.places(batch.slots)
         self._slots = slots if places is None else places.copy_(slots)
         self._kernel.plan(batch)
+
+    @property
+    def record(self) -> StateRecord | None:
+        """Where the states of recurrent layers are, if the model has such."""
+        return None
+
+    def end(self) -> None:
+        """End the step, after all layers."""
+        return
+
+    def settle(self, kept: Sequence[int]) -> None:
+        """Keep so many tokens of each span of the last step; nothing to do for rows, which are written again."""
+        return
 
     def check(self) -> None:
         """Raise EngineError, once a step is over, if it failed on any rank."""

@@ -29,8 +29,14 @@ class TorchKernel(Kernel):
     If nothing is merged (`alone`), rows are gathered instead, by the head that reads them, for torch's fused attention.
     """
 
-    def __init__(self, pool: KVPool, group_heads: Sequence[int], own_heads: Sequence[int]) -> None:
-        """The index in the pool of the KV head that each query head reads, of the DCP group and of this rank."""
+    def __init__(
+        self, pool: KVPool, group_heads: Sequence[int], own_heads: Sequence[int], reach: int | None = None
+    ) -> None:
+        """The index in the pool of the KV head that each query head reads, of the DCP group and of this rank.
+
+        With `reach` a token attends to the last so many tokens, of which it is one; ranks do not deal tokens then.
+        """
+        self._reach = reach
         self._pool, self._scale = pool, pool.config.score_scale
         self._values = pool.config.value_dim
         self._group_heads, self._own_heads = (torch.tensor(h, device=pool.device) for h in (group_heads, own_heads))
@@ -40,14 +46,15 @@ class TorchKernel(Kernel):
         self._read_heads = np.array(kv_heads if even else own_heads)
 
     def plan(self, batch: Batch) -> None:
-        self._step = _Step(batch, self._pool, self._read_heads)
+        self._step = _Step(batch, self._pool, self._read_heads, self._reach)
 
     def pool(self, layer: int, q: Tensor) -> Partial:
         step = self._step
-        return self._attend(layer, q[step.at], *step.by_span)[step.where]
+        return self._attend(layer, q[step.at], step.positions[step.at], *step.by_span)[step.where]
 
     def pool_by_token(self, layer: int, q: Tensor) -> Partial:
-        return self._attend(layer, q[:, None], *self._step.by_token)[:, 0]
+        step = self._step
+        return self._attend(layer, q[:, None], step.positions[:, None], *step.by_token)[:, 0]
 
     def new(self, q: Tensor, rows: Rows, which: Tensor | None = None) -> Partial:
         """As `Kernel.new`; `which` [n] are the tokens of the step that the queries belong to, if not all."""
@@ -70,12 +77,15 @@ class TorchKernel(Kernel):
     def _rows(self, layer: int, part: str, rows: Tensor) -> Tensor:
         return self._pool.tensors[layer, part].flatten(0, 2).index_select(0, rows).float()
 
-    def _attend(self, layer: int, q: Tensor, table: Tensor, bounds: Tensor) -> Partial:
-        """q [spans, n, heads, d], table [spans, pages], bounds [spans]."""
+    def _attend(self, layer: int, q: Tensor, positions: Tensor, table: Tensor, bounds: Tensor) -> Partial:
+        """q [spans, n, heads, d], positions [spans, n], table [spans, pages], bounds [spans]."""
         rows = {part: self._pool.tensors[layer, part][table].flatten(1, 2) for part in self._pool.config.parts}
         k, v = self._keys_values(rows, self._group_heads)
-        there = torch.arange(k.shape[1], device=q.device) < bounds[:, None]
-        return _attend(q, k, v, there[:, None], self._scale)
+        at = torch.arange(k.shape[1], device=q.device)
+        there = (at < bounds[:, None])[:, None]
+        if self._reach is not None:  # row i is that of token i
+            there = there & (at > positions[..., None] - self._reach)
+        return _attend(q, k, v, there, self._scale)
 
     def _keys_values(self, rows: Rows, heads: Tensor) -> tuple[Tensor, Tensor]:
         k = rows["k"] if "k" in rows else rows["latent"]
@@ -86,8 +96,8 @@ class TorchKernel(Kernel):
 class _Step:
     """The arrays of a step on the device, each made when it is first read."""
 
-    def __init__(self, batch: Batch, pool: KVPool, heads: Ints) -> None:
-        self._batch, self._pool, self._heads = batch, pool, heads
+    def __init__(self, batch: Batch, pool: KVPool, heads: Ints, reach: int | None) -> None:
+        self._batch, self._pool, self._heads, self._reach = batch, pool, heads, reach
         self._counts = np.diff(batch.starts)
         self._span = np.repeat(np.arange(len(self._counts)), self._counts)
 
@@ -119,19 +129,26 @@ class _Step:
         return self._device(self._span), self._device(nth)
 
     @cached_property
+    def positions(self) -> Tensor:
+        """The position of each token [tokens]."""
+        return self._device(self._batch.positions)
+
+    @cached_property
     def seen(self) -> Tensor:
         """Whether a token [tokens] sees the row of a new token [tokens]."""
-        span, positions = self._span, self._batch.positions
-        return self._device((span[:, None] == span) & (positions[:, None] >= positions))
+        span, behind = self._span, self._batch.positions[:, None] - self._batch.positions
+        near = behind >= 0 if self._reach is None else (behind >= 0) & (behind < self._reach)
+        return self._device((span[:, None] == span) & near)
 
     @cached_property
     def rows(self) -> Tensor:
         """Rows of the pool by KV head [spans * heads * m] that a span sees, padded with its first."""
-        size, most = self._pool.page_size, self._longest
-        slots = np.empty((len(most), most.max()), np.int64)
-        for row, span, n in zip(slots, self._batch.spans, most, strict=True):
-            pages = np.asarray(span.pages[: -(-n // size)], np.int64)
-            row[:n] = (pages[:, None] * size + np.arange(size)).ravel()[:n]
+        size, first = self._pool.page_size, self._first
+        counts = self._bounds[self._batch.starts[1:] - 1] - first
+        slots = np.empty((len(counts), counts.max()), np.int64)
+        for row, span, lo, n in zip(slots, self._batch.spans, first, counts, strict=True):
+            pages = np.asarray(span.pages[lo // size : -(-(lo + n) // size)], np.int64)
+            row[:n] = (pages[:, None] * size + np.arange(size)).ravel()[lo % size :][:n]
             row[n:] = row[0]
         kv_heads = next(iter(self._pool.tensors.values())).shape[2]
         return self._device((slots[:, None] * kv_heads + self._heads[:, None]).ravel())
@@ -139,15 +156,24 @@ class _Step:
     @cached_property
     def mask(self) -> Tensor:
         """0 or minus infinity [spans, 1, n, m], by the rows that a token sees; what a token is padded with sees all."""
-        bounds = self._batch.token_bounds[self._batch.starts[:-1, None] + self._nth]
-        sees = np.arange(self._longest.max()) < bounds[..., None]
+        bounds = self._bounds[self._batch.starts[:-1, None] + self._nth][..., None]
+        first, last = self._first, self._bounds[self._batch.starts[1:] - 1]
+        at = first[:, None, None] + np.arange((last - first).max())
+        sees = at < bounds if self._reach is None else (at < bounds) & (at >= bounds - self._reach)
         return self._device(np.where(sees, 0, -np.inf).astype(np.float32))[:, None]
 
-    @property
-    def _longest(self) -> Ints:
-        """The rows that the last token of each span sees."""
-        most: Ints = self._batch.token_bounds[self._batch.starts[1:] - 1].astype(np.int64)
-        return most
+    @cached_property
+    def _bounds(self) -> Ints:
+        """How many rows are before the one that follows a token [tokens]."""
+        bounds: Ints = self._batch.token_bounds.astype(np.int64)
+        return bounds
+
+    @cached_property
+    def _first(self) -> Ints:
+        """The first row [spans] that a token of the span sees."""
+        bounds = self._bounds[self._batch.starts[:-1]]
+        first: Ints = np.zeros_like(bounds) if self._reach is None else np.maximum(bounds - self._reach, 0)
+        return first
 
     def _reads(self, spans: Ints, bounds: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
         """Page tables of these spans, padded with page 0 [n, pages], and how many of their rows are read [n]."""

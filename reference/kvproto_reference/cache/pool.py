@@ -27,19 +27,20 @@ class KVPool:
     tensors: dict[Key, Tensor]
     pages: int
     page_size: int
-
-    @property
-    def device(self) -> torch.device:
-        """The device that holds the tensors."""
-        return next(iter(self.tensors.values())).device
+    device: torch.device
+    """The device that holds the tensors."""
+    windowed: bool = False
+    """Whether it is of the layers with a sliding window, not of those that attend to all tokens."""
 
     @classmethod
-    def wrap(cls, config: ModelConfig, tensors: Mapping[Key, Tensor], tp: TensorParallel = SOLO) -> "KVPool":
+    def wrap(
+        cls, config: ModelConfig, tensors: Mapping[Key, Tensor], tp: TensorParallel = SOLO, windowed: bool = False
+    ) -> "KVPool":
         """Use tensors that someone else allocated, without a copy; raises EngineError unless they fit the config.
 
         All have one shape, and each is contiguous.
         """
-        keys = _keys(config, tp)
+        keys = _keys(config, tp, windowed)
         if set(tensors) != set(keys):
             raise EngineError(f"a {config.kind} pool of this rank needs tensors {keys}, not {list(tensors)}")
         shape = tensors[keys[0]].shape
@@ -54,7 +55,7 @@ class KVPool:
                 raise EngineError(f"pool tensor {key} must be contiguous {config.dtype} {list(shape)}")
         if shape[0] < 2:
             raise EngineError("pool tensors need at least one page, and the page that no sequence gets")
-        return cls(config, dict(tensors), shape[0] - 1, shape[1])
+        return cls(config, dict(tensors), shape[0] - 1, shape[1], tensors[keys[0]].device, windowed)
 
     @classmethod
     def allocate(
@@ -65,16 +66,21 @@ class KVPool:
         tp: TensorParallel = SOLO,
         device: torch.device | str = "cpu",
         memory: Allocate = private,
+        windowed: bool = False,
     ) -> "KVPool":
         """A zeroed pool of one rank in one allocation, with a tensor for each layer and part, for `pages` pages."""
         lo, hi = kv_head_range(config, tp)
-        keys = _keys(config, tp)
+        keys = _keys(config, tp, windowed)
+        if not keys:  # of a hybrid's pipeline stage without such layers
+            return cls(config, {}, pages, page_size, torch.device(device), windowed)
         shape, dtype = (len(keys), pages + 1, page_size, hi - lo, config.row_dim), getattr(torch, config.dtype)
         whole = memory(math.prod(shape) * dtype.itemsize, torch.device(device)).view(dtype).view(shape)
-        return cls.wrap(config, dict(zip(keys, whole, strict=True)), tp)
+        return cls.wrap(config, dict(zip(keys, whole, strict=True)), tp, windowed)
 
     def move(self, memory: Allocate) -> None:
         """Put the tensors into other memory, zeroed; what they held is gone."""
+        if not self.tensors:
+            return
         one, keys = next(iter(self.tensors.values())), list(self.tensors)
         shape = len(keys), *one.shape
         whole = memory(math.prod(shape) * one.dtype.itemsize, one.device).view(one.dtype).view(shape)
@@ -97,5 +103,6 @@ class KVPool:
             self.tensors[layer, part].flatten(0, 1)[places] = new
 
 
-def _keys(config: ModelConfig, tp: TensorParallel) -> list[Key]:
-    return [(layer, part) for layer in tp.stages(config.layers).layers for part in config.parts]
+def _keys(config: ModelConfig, tp: TensorParallel, windowed: bool) -> list[Key]:
+    here = tp.stages(config.layers).layers
+    return [(layer, part) for layer in config.row_layers(windowed) if layer in here for part in config.parts]

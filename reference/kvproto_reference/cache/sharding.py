@@ -41,6 +41,16 @@ class Shard:
         """Pages that the largest share of `tokens` tokens needs; all ranks take as many, so that their tables agree."""
         return -(-most_before(self.group, tokens) // self.group.rows)
 
+    @property
+    def span(self) -> int:
+        """Tokens of a sequence, over all ranks, that belong to a page."""
+        return self.group.rows * self.count
+
+    @property
+    def whole(self) -> Shard:
+        """All tokens, in pages of as many rows."""
+        return Shard(attrs.evolve(self.group, cp_size=1, interleave=1, origin=0, order=None), 0)
+
     def slots(self, table: Ints, positions: Ints) -> Ints:
         """The slot, page * rows + row, of each position [n] that is this rank's; -1 for the others'."""
         if self.count == 1:

@@ -81,6 +81,7 @@ class DemoOptions:
     part: int | None = None
     costs: Path | None = None
     pages: int = 160
+    window_pages: int | None = None
     tcp: bool = False
     namespaces: bool = False
     attach: Path | None = None

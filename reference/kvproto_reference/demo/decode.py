@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from kvproto import Fetch, Plan, Prompt, Sink, Ticket, lay_out, read_ticket
+from kvproto import Fetch, ItemKind, Plan, Prompt, Sink, Ticket, lay_out, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
 from kvproto.events import (
     Arrived,
@@ -21,10 +21,11 @@ from kvproto.events import (
     Suspected,
 )
 
+from ..cache.windows import first_row
 from ..engine import logprobs
 from ..engine.admission import Admission
 from ..engine.claims import Claim, claimed
-from ..engine.description import FIRST, HIDDEN, bytes_a_token, caches, hidden_from, hidden_of, hidden_type
+from ..engine.description import FIRST, HIDDEN, bytes_a_token, caches, hidden_from, hidden_of, hidden_type, windows_of
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefill import Prefiller
@@ -83,7 +84,9 @@ class DecodeProcess(EngineProcess):
         self._lines = Lines(self.sinks, options.seeds)
         self._decoder = SpeculativeDecoder(self.target, self.draft, options.speculate)
         ahead = self.draft.ahead if self.draft is not None else 0
-        self._prefixes = PrefixCache(list(self.pages.values()), self.shards, ahead)
+        self._hybrid = options.configs[0].hybrid
+        """Whether rows are not all that a request needs: states arrive, each in the page of the prompt's last token."""
+        self._prefixes = PrefixCache(list(self.pages.values()), self.shards, ahead, self._hybrid)
         self._answering: dict[int, set[int]] = {}
         """Prefill replicas that answer, by rank."""
         self._plan: dict[str, Any] = {}
@@ -94,7 +97,8 @@ class DecodeProcess(EngineProcess):
         """The last sentence on stderr about each rank's sources."""
         self._tired = False
         """Whether to sleep as soon as nothing is being decoded."""
-        self._admission = Admission(self._prefixes, self.need, options.speculate if self.draft is not None else 0)
+        proposed = options.speculate if self.draft is not None else 0
+        self._admission = Admission(self._prefixes, self.need, proposed, lambda pages: self.target.begin(pages, 0))
         self._again = Prefiller(self.target, self.draft, options.chunk)
         """Computes requests that gave way again."""
         self._of: dict[TokenSequence, Job] = {}
@@ -288,7 +292,7 @@ class DecodeProcess(EngineProcess):
         self._of[sequence] = job
         self._admission.add(sequence)
         if self.kept is not None:
-            self.kept.begin(job.id, sequence, len(sequence.prompt))
+            self.kept.begin(job.id, sequence, len(sequence.prompt) - self._hybrid)
 
     def _fetch(self) -> None:
         """Fetch the caches of waiting requests while there are pages, or compute them again."""
@@ -314,7 +318,7 @@ class DecodeProcess(EngineProcess):
         how: dict[str, Any] = {"spans": self.options.spans} if later else {"pages": self.tables(job.sequence)}
         for rank, sink in self.sinks.items():
             try:
-                fetch = job.fetches[rank] = sink.fetch(job.ticket, job.prompt, cached=cached, **how)
+                fetch = job.fetches[rank] = sink.fetch(job.ticket, job.prompt, cached=self._first(job), **how)
                 self._ids[fetch] = job.id
             except KvprotoError as error:
                 said = {"error": str(error), "code": code_of(error)}
@@ -329,6 +333,18 @@ class DecodeProcess(EngineProcess):
             self._again.add(sequence, cached)
         self._admission.run(sequence)
 
+    def _first(self, job: Job) -> int | dict[str, int]:
+        """The first token of a request to fetch: of layers with a sliding window, only what the next token reads."""
+        windows = windows_of(self.options.configs)
+        if not windows:
+            return job.cached
+        had = job.cached if self.kept is not None else 0  # else the pages in which its windows move hold nothing
+        paged = (group.name for group in self.geometry.groups if group.kind == ItemKind.PAGE)
+        return {
+            name: max(first_row(windows[name], len(job.prompt)), had) if name in windows else job.cached
+            for name in paged
+        }
+
     def _take(self, job: Job, later: bool) -> int | None:
         """Give a request its pages; returns how many of its tokens have rows there, None while too few are free."""
         if self.kept is None:
@@ -340,7 +356,11 @@ class DecodeProcess(EngineProcess):
 
     def _leave(self, sequence: TokenSequence, valid: int) -> None:
         """Take a request's pages back, keeping those of its first `valid` tokens for others."""
-        (self.kept or self._prefixes).free(sequence, valid)
+        if self.kept is None:
+            self._prefixes.free(sequence, valid)
+            return
+        reach = max(windows_of(self.options.configs).values(), default=0)
+        self.kept.free(sequence, valid, first_row(reach, len(sequence.prompt)) if reach else 0)
 
     def on_wanted(self, rank: int, word: dict[str, Any]) -> None:
         """One rank's sources have a use for pages; all ranks claim the same ones, once each has said so."""
@@ -351,7 +371,7 @@ class DecodeProcess(EngineProcess):
     def _claim(self) -> None:
         """Claim the pages that are of use, as far as there are free ones."""
         waiting = [job.claim for job in self._fetching.values() if job.claim is not None]
-        running = [sum(len(s.tables[m]) for s in self._admission.running) for m in range(len(self.shards))]
+        running = [sum(len(s.tables[pool]) for s in self._admission.running) for pool in range(len(self.pages))]
         for job in self._fetching.values():
             claim = job.claim
             if claim is None or (tokens := claim.wanted(self.ranks)) <= claim.tokens:
@@ -391,6 +411,8 @@ class DecodeProcess(EngineProcess):
             self._free_lost(job)
             return
         self._received(job)
+        self.target.begin(job.sequence.tables[0], job.cached)
+        self.target.arrived(job.sequence.tables[0], len(job.prompt))
         said = next(w["first"] for w in words if w["first"])
         handed = {part: bytes.fromhex(data) for part, data in said.items()}
         first, how = int.from_bytes(handed["token"], "little"), job.sequence.sampling
@@ -446,7 +468,8 @@ class DecodeProcess(EngineProcess):
     def _decode(self) -> bool:
         """Compute one step of all running requests together; returns whether one of them is over or gave way."""
         before = len(self._admission.running)
-        self._admission.grow(self._give_way)
+        if self.kept is None:  # else they have all of their pages
+            self._admission.grow(self._give_way)
         running = [sequence for sequence in self._admission.running if sequence not in self._again]
         for sequence, tokens in zip(running, self._decoder.step(running) if running else [], strict=True):
             if tokens:

@@ -15,7 +15,8 @@ from kvproto.options import Spread
 from ..attention.exchange import OVER_ANY
 from ..attention.flashinfer_kernel import KERNELS
 from ..cache.memory import Allocate, of_jax, shareable
-from ..checkpoint import CHECKPOINTS, check_head, load_config, shared_tokenizer, shipped_head
+from ..cache.windows import needed
+from ..checkpoint import CHECKPOINTS, check_draft, load_config, shared_tokenizer, shipped_head
 from ..engine.description import Layout, hidden_of
 from ..errors import EngineError
 from ..models import ModelConfig
@@ -30,10 +31,10 @@ FRAMEWORKS = ("torch", "jax")
 TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other installed transport (default shm)"
 
 
-SHIPPED = {"target": ("mla", "gqa", "small"), "draft": ("mla", "gqa")}
+SHIPPED = {"target": ("mla", "gqa", "small", "hybrid"), "draft": ("mla", "gqa")}
+"""Names of the targets that are shipped, and of the drafts."""
 HEADS = {"eagle": "eagle3", "mtp": "mtp"}
 """Names of drafts that are heads of their target, and the form of these."""
-"""Names of the targets that are shipped, and of the drafts."""
 COLD = ("compute", "zero")
 """Ways to begin a draft that prefill lacks."""
 SPECULATE = "tokens that the draft proposes per step; 0: no draft (default 4)"
@@ -63,6 +64,8 @@ class EngineOptions:
     """Which data-parallel replica this is."""
     pages: int
     page_size: int
+    window_pages: int | None
+    """Pages of the pool in which sliding windows move; None: as many as the others have."""
     chunk: int
     part: int | None
     """Bytes of computed rows that are worth a separate copy; None: kvproto's default."""
@@ -138,7 +141,11 @@ class EngineOptions:
         """Raise EngineError for models that do not fit each other, the ranks, or the other options."""
         configs = self.configs
         self.layout.check(configs)
-        check_head(self.folders, configs)
+        check_draft(self.folders, configs)
+        if configs[0].hybrid:
+            self._check_hybrid()
+        if self.window_pages and configs[0].window is None:
+            raise EngineError("--window-pages is of sliding windows, which this target has none of: leave it out")
         if not hidden_of(configs):
             return
         for wrong, says in (
@@ -150,6 +157,28 @@ class EngineOptions:
             (self.cold_draft == "compute" and role == "decode",
              "--cold-draft compute needs the target's hidden states of the whole prompt, which a prefill without the"
              " head does not hand over: choose --cold-draft zero"),
+        ):  # fmt: skip
+            if wrong:
+                raise EngineError(says)
+
+    def _check_hybrid(self) -> None:
+        """Raise EngineError for what the engines do not do with recurrent states and sliding windows."""
+        layout, target = self.layout, self.configs[0]
+        window = needed(target, self.page_size, max(self.chunk, self.speculate + 1))
+        chunks, rows = layout.chunks(0, target.layers), target.row_layers()
+        held = [{layer for stage, some in chunks if stage == each for layer in some} for each in range(layout.pp)]
+        have = self.window_pages or self.pages
+        for wrong, says in (
+            (window > have, f"a sliding window needs {window} pages of {self.page_size} tokens for steps of"
+             f" {max(self.chunk, self.speculate + 1)}, and its pool has {have}: raise --window-pages"),
+            (self.back_end != "torch", "back end flashinfer runs no hybrid model: choose --back-end torch"),
+            (self.host_pages and any(layers.isdisjoint(rows) for layers in held),
+             "--host-pages needs a layer that attends to all tokens in each stage, as others may lack what is kept of a"
+             " page: leave --pp out"),
+            (layout.cp > 1, "tokens of a recurrent layer come one after the other, so that context-parallel ranks of"
+             " prefill would wait for each other: leave --cp out"),
+            (layout.dcp > 1 and self.framework == "jax",
+             "tokens of a hybrid model are dealt over ranks of decode by torch only: leave --dcp out"),
         ):  # fmt: skip
             if wrong:
                 raise EngineError(says)
@@ -176,7 +205,8 @@ class EngineOptions:
 
 
 _COUNTS = (
-    "tp", "pp", "virtual", "draft_tp", "cp", "dcp", "interleave", "pages", "page_size", "chunk", "sources",
+    "tp", "pp", "virtual", "draft_tp", "cp", "dcp", "interleave", "pages", "page_size", "window_pages", "chunk",
+    "sources",
 )  # fmt: skip
 """Options that are at least 1."""
 
@@ -207,6 +237,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         replica=args.replica,
         pages=args.pages,
         page_size=args.page_size,
+        window_pages=args.window_pages,
         address=_address(args),
         target=checkpoint_folder("target", args.target),
         draft=draft_folder(args.draft, args.speculate, args.target),
@@ -384,6 +415,8 @@ def _check(role: str, args: argparse.Namespace) -> None:
          "--back-end flashinfer needs FlashInfer: pip install 'kvproto[flashinfer]'"),
         (args.storage and not kept, "--storage needs --host-pages: pages go there from the host"),
         (kept < 0, f"--host-pages must be at least 0, not {kept}"),
+        (kept and args.window_pages,
+         "--host-pages keeps the pages of sliding windows with the others: leave --window-pages out"),
         (kept and (gpus or jax),
          "--host-pages is of torch on the host: pools of a GPU, and ranks of JAX, are not kept yet"),
         (kept and (vars(args).get("intent") or vars(args).get("spans")),
@@ -436,6 +469,8 @@ def add_dcp(parser: argparse.ArgumentParser) -> None:
 
 def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose target and draft; the demo has the same as its engines."""
+    text = "pages in the pool of a hybrid's sliding windows, which are used again as they move (default: as --pages)"
+    parser.add_argument("--window-pages", type=int, metavar="N", help=text)
     for role, alias, default in (("target", "--model", "mla"), ("draft", "--draft-model", "gqa")):
         others = ", eagle or mtp for a head of the target, or none" if role == "draft" else ""
         names = f"{', '.join(SHIPPED[role])}, or a checkpoint folder, kvproto's or Hugging Face's{others}"

@@ -11,8 +11,9 @@ from kvproto import Prompt, Request, Source, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
 from kvproto.events import Event, Expired, Freed, Refused, Sent, Undelivered
 
+from ..cache.windows import first_row
 from ..engine import logprobs
-from ..engine.description import FIRST, HIDDEN, hidden_bytes
+from ..engine.description import FIRST, HIDDEN, hidden_bytes, windows_of
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefill import Prefiller
@@ -128,6 +129,7 @@ class PrefillProcess(EngineProcess):
             for request in job.requests.values():
                 request.finish(
                     self.tables(sequence),
+                    since=self._since(len(sequence.prompt)),
                     handoff={FIRST: handed},
                     finished=sequence.stopped,
                     after=self._event(job),
@@ -141,6 +143,7 @@ class PrefillProcess(EngineProcess):
             if (taken := self.kept.allocate(job.id, len(sequence.prompt))) is None:
                 return None
             done, job.found = taken
+            self.target.arrived(sequence.tables[0], done)
             return done
         need = self.need(len(sequence.prompt))
         if any(pages.available < n for pages, n in zip(self.pages.values(), need, strict=True)):
@@ -153,8 +156,18 @@ class PrefillProcess(EngineProcess):
         job = self._of[sequence]
         for request in job.requests.values():
             request.computed(
-                self.tables(sequence), stop, layers=(layer, layer + 1), model=model, after=self._event(job)
+                self.tables(sequence),
+                stop,
+                layers=(layer, layer + 1),
+                model=model,
+                after=self._event(job),
+                since=self._since(stop),
             )
+
+    def _since(self, stop: int) -> dict[str, int]:
+        """The first token whose rows are held after `stop` tokens, of layers with a sliding window."""
+        windows = windows_of(self.options.configs) if self.kept is None else {}
+        return {name: first_row(reach, stop) for name, reach in windows.items()}
 
     def _event(self, job: Job) -> int | None:
         """The handle of a CUDA event after all work launched so far; None on the host, where nothing is pending."""

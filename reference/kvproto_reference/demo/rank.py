@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from kvproto.events import Event, PoolFree, ProtocolError
 
 from ..cache import PageAllocator
 from ..cache.memory import device_of
+from ..cache.windows import needed
 from ..engine.build import Hosted, torch_hosted
-from ..engine.description import DRAFT, TARGET, geometry
+from ..engine.description import DRAFT, TARGET, WINDOW, geometry, page_tables, windows_of
 from ..engine.kept_pages import KeptPages, names_of
 from ..engine.lockstep import Lockstep, Said
 from ..engine.sampling import SamplingParams
@@ -61,6 +62,10 @@ class EngineProcess:
         """Which tokens of a sequence each model's pool stores."""
         names = (TARGET, DRAFT)[: len(folders)]
         self.pages = {name: PageAllocator(options.pages, options.seed + i) for i, name in enumerate(names)}
+        self._window = needed(configs[0], options.page_size, max(options.chunk, options.speculate + 1))
+        """Pages in which the sliding windows of a request move; 0 without such."""
+        if self._window:
+            self.pages[WINDOW] = PageAllocator(options.window_pages or options.pages, options.seed)
         self.status: int | None = None
         """The exit status, as soon as the engine is to end."""
         self.said: Said = []
@@ -77,7 +82,18 @@ class EngineProcess:
         if options.host_pages:
             computed_by, pool = names_of(folders, configs), self.pools[world.rank]
             host, storage, ahead = options.host_pages, options.storage, self.draft.ahead if self.draft else 0
-            self.kept = KeptPages(world.rank, pool, computed_by, self.shards, world, host, storage, ahead)
+            self.kept = KeptPages(
+                world.rank,
+                pool,
+                computed_by,
+                self.shards,
+                world,
+                host,
+                storage,
+                ahead,
+                windows_of(configs),
+                self.target.states,
+            )
             self._elsewhere = None  # the pool stays where it is
         self._lockstep = Lockstep(world)
         self._control: Control | None = None
@@ -89,7 +105,7 @@ class EngineProcess:
             from ..jax_engine.build import jax_hosted  # imports JAX, which torch engines do without
 
             gpus = options.devices[: self.ranks]
-            return jax_hosted(options.folders, self.geometry, options.layout, options.pages, gpus)
+            return jax_hosted(options.folders, self.geometry, options.layout, options.pages, gpus, options.window_pages)
         return torch_hosted(
             options.folders,
             options.configs,
@@ -101,6 +117,7 @@ class EngineProcess:
             options.memory,
             options.back_end,
             options.captured,
+            options.window_pages,
         )
 
     # the loop
@@ -287,14 +304,15 @@ class EngineProcess:
         )
 
     def need(self, tokens: int) -> tuple[int, ...]:
-        """Pages that `tokens` tokens take on every rank, in each model's pool."""
-        return tuple(shard.pages(tokens) for shard in self.shards)
+        """Pages that `tokens` tokens take on every rank, in each pool."""
+        windows = (self._window if tokens else 0,) if self._window else ()
+        return (*(shard.pages(tokens) for shard in self.shards), *windows)
 
     def check_room(self, tokens: int) -> None:
         """Raise EngineError for a request that the pools can never hold."""
         if self.kept is not None:
             self.kept.check_room(tokens)
-        need, room = max(self.need(tokens)), self.options.pages
+        need, room = max(shard.pages(tokens) for shard in self.shards), self.options.pages
         if need > room:
             raise EngineError(f"{tokens} tokens need {need} pages, the pools have {room}")
 
@@ -303,6 +321,7 @@ class EngineProcess:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def tables(self, sequence: TokenSequence) -> dict[str, list[int]]:
+    def tables(self, sequence: TokenSequence) -> dict[str, Sequence[int]]:
         """A sequence's page tables by group name."""
-        return dict(zip(self.pages, sequence.tables, strict=True))
+        tables = dict(zip(self.pages, sequence.tables, strict=True))
+        return page_tables(self.geometry, tables, len(sequence.prompt), self.shards[0].span)

@@ -33,6 +33,7 @@ def start(
         shared += ["--max-logprobs", str(options.sampling.logprobs)]
     shared += ["--pull"] if options.pull else []
     shared += ["--pools", options.pools]
+    shared += ["--window-pages", str(options.window_pages)] if options.window_pages else []
     shared += ["--costs", str(options.costs)] if options.costs else []
     here, there = (["--devices", d] if d else [] for d in devices(options))
     part = 1 if options.trouble and options.part is None else options.part  # so that copies are under way throughout

@@ -8,7 +8,7 @@ may take. So each return of the oldest gains it a token, and alone it fits into 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -27,6 +27,8 @@ class Admission:
     """Pages of each pool that so many rows take."""
     proposed: int
     """The most tokens that a step proposes."""
+    grown: Callable[[Sequence[int]], None] = lambda pages: None
+    """Called with pages of the target that a running request gets in addition: what they held is of no use to it."""
     waiting: list[TokenSequence] = attrs.field(factory=list, init=False)
     """Those without pages: new ones, and those that gave way."""
     running: list[TokenSequence] = attrs.field(factory=list, init=False)
@@ -69,8 +71,9 @@ class Admission:
         """
         for sequence in [*self.running]:
             while sequence in self.running:
-                held = map(len, sequence.tables)
+                held = [*map(len, sequence.tables)]
                 if self.pages.extend(sequence, [max(n - h, 0) for n, h in zip(self.step(sequence), held, strict=True)]):
+                    self.grown(sequence.tables[0][held[0] :])
                     break
                 youngest = self.running[-1]
                 give_way(youngest)

@@ -13,9 +13,10 @@ from .. import checkpoint
 from ..attention.base import Exchange
 from ..attention.exchange import Alone, exchange_of
 from ..attention.flashinfer_kernel import FlashInferKernel, kernel_of
+from ..attention.hybrid import HybridAttention
 from ..attention.paged import PagedAttention
 from ..attention.torch_kernel import TorchKernel
-from ..cache import KVPool, Shard
+from ..cache import NOTHING, HybridPools, KVPool, Shard
 from ..cache.memory import Allocate
 from ..errors import EngineError
 from ..models import FusedOps, Head, Model, ModelConfig, Ops, Pipeline, TensorParallel, head_among, kv_head_of
@@ -54,45 +55,56 @@ def torch_hosted(
     memory: Allocate,
     back_end: str = "torch",
     captured: bool = False,
+    window_pages: int | None = None,
 ) -> Hosted:
-    """One rank of an engine in torch, which has a process for each; `torch_runner` says what the last two are."""
+    """One rank of an engine in torch, which has a process for each; `torch_runner` says what two of the last are.
+
+    Sliding windows have `window_pages` pages (None: as many as the rest).
+    """
     mine, ranks = shards(geometry, world.rank), range(layout.ranks)
     stages = [ranks[first : first + layout.stage] for first in ranks[:: layout.stage]]
     along = world.among([stage[first :: layout.tp] for stage in stages for first in range(layout.tp)])
     among = world.among([ranks[first : first + layout.dcp] for first in ranks[:: layout.dcp]])
     caches: dict[str, KVPool] = {}
+    beside = NOTHING
     runners: list[Runner] = []
     head = head_among(configs)
     taps = head.taps if head else ()
     for model, (name, folder, config) in enumerate(zip((TARGET, DRAFT)[: len(folders)], folders, configs, strict=True)):
         place = place_of(layout, model, config, world)
-        if name not in mine:
-            whole = next(Shard(group, 0) for group in geometry.groups if group.name == name)
+        # of a hybrid's stage without attention to all tokens, the shard that another stage has of it
+        group = next(group for group in geometry.groups if group.name == name)
+        shard, own = mine.get(name, Shard(group, place.cp_rank)), place.stages(config.layers)
+        if not own.layers:
             ahead = 0 if config.head is None else 1
-            runners.append(Elsewhere(place.stages(config.layers), config.vocab, whole, device, ahead))
+            runners.append(Elsewhere(own, config.vocab, shard, device, ahead))
             continue
-        cache = caches[name] = KVPool.allocate(config, pages, mine[name].group.rows, place, device, memory)
+        cache = caches[name] = KVPool.allocate(config, pages, group.rows, place, device, memory)
+        if config.hybrid:
+            beside = HybridPools.allocate(config, pages, shard, place, device, memory, window_pages)
         loaded = checkpoint.load_either(folder, folders[0], place, dtype=config.dtype, device=device)
-        context = along if mine[name].count > 1 else None
+        context = along if shard.count > 1 else None
         made = torch_runner(
             loaded,
             cache,
-            mine[name],
+            shard,
             among,
             layout.exchange,
             context,
             back_end=back_end,
             captured=captured,
             taps=() if model else taps,
+            beside=beside if config.hybrid else NOTHING,
         )
         runners.append(made)
 
     def elsewhere() -> Mapping[int, Pool]:
         for cache in caches.values():
             cache.move(memory)
-        return {world.rank: hand_over(geometry, caches, world.rank)}
+        beside.move(memory)
+        return {world.rank: hand_over(geometry, caches, world.rank, beside)}
 
-    pools = {world.rank: hand_over(geometry, caches, world.rank)}
+    pools = {world.rank: hand_over(geometry, caches, world.rank, beside)}
     return Hosted(
         pools=pools,
         target=runners[0],
@@ -126,26 +138,40 @@ def torch_runner(
     back_end: str = "torch",
     captured: bool = False,
     taps: Sequence[int] = (),
+    beside: HybridPools = NOTHING,
 ) -> Runner:
     """A model over its pool on one rank; DCP ranks merge over the group `among` by an exchange of EXCHANGES.
 
     `context` is the CP group of prefill ranks, on back end torch. `by_token` is as in `PagedAttention`, and `back_end`
     a name of KERNELS. With `captured`, FlashInfer's decode steps are CUDA graphs. `taps` are layers of a target whose
-    hidden states a head reads. Raises EngineError where heads cannot be had.
+    hidden states a head reads. `beside` has the pools of a hybrid's other layers. Raises EngineError where heads or
+    hybrids cannot be had.
     """
     if captured and (taps or isinstance(model, Head)):
         raise EngineError("CUDA graphs keep no hidden states, which a head needs: leave --captured out")
     config, place = model.config, model.tp
     group, own = (where.share(config.heads) for where in (place.together, place))
     heads = kv_head_of(config, place, group), kv_head_of(config, place, own)
+    merging: Exchange = Alone()
+    if among is not None and place.dcp > 1:
+        merging = exchange_of(exchange, place.dcp, among, place.replicate_q)
+    if config.hybrid and not isinstance(model, Head):
+        if back_end != "torch" or captured or by_token or context is not None:
+            raise EngineError("a hybrid model runs by back end torch, without graphs, and not by context parallelism")
+        if not beside.fit(config, place):
+            raise EngineError("a hybrid model needs pools of its own for sliding windows, and for recurrent states")
+        window = None
+        if config.window is not None and beside.windows is not None:
+            mine = kv_head_of(config, place.whole, own)
+            reads = TorchKernel(beside.windows, mine, mine, config.window.tokens)
+            window = PagedAttention(beside.windows, reads, Alone())
+        mixed = HybridAttention(pool, TorchKernel(pool, *heads), merging, window, beside.states, shard)
+        return TorchRunner(model, mixed, shard, taps)
     if context is not None:
         if isinstance(model, Head):
             raise EngineError("a head is not dealt over ranks of prefill: leave --draft-sharded out")
         return ContextRunner(model, pool, TorchKernel(pool, *heads), shard, context, taps)
     kernel = kernel_of(back_end, pool, *heads, fixed=captured)
-    merging: Exchange = Alone()
-    if among is not None and place.dcp > 1:
-        merging = exchange_of(exchange, place.dcp, among, place.replicate_q)
     model.use(FusedOps() if isinstance(kernel, FlashInferKernel) else Ops())
     attention = PagedAttention(pool, kernel, merging, by_token)
     if isinstance(model, Head):

@@ -2,21 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from kvproto import Cache, DType, Geometry, ItemKind, Parallel, Pool, lay_out
+from kvproto import Block, Cache, DType, Geometry, ItemKind, Parallel, Pool, lay_out
 
-from ..cache import KVPool, Shard
-from ..checkpoint import check_head, fingerprint
+from ..cache import NOTHING, HybridPools, KVPool, Shard
+from ..cache.states import CONV, SSM
+from ..cache.windows import window_table
+from ..checkpoint import check_draft, fingerprint
 from ..errors import EngineError
-from ..models import ModelConfig, TensorParallel, head_among, kv_head_range
+from ..models import ModelConfig, TensorParallel, delta_heads, head_among, kv_head_range
 from . import logprobs
 
 TARGET, DRAFT, FIRST = "target", "draft", "first token"
 """Names of the groups: the target's cache, the draft's, and the token that prefill samples."""
+WINDOW, STATES = "target window", {CONV: "target conv", SSM: "target ssm"}
+"""Groups of a hybrid target: layers with a sliding window, and by part the states of recurrent layers."""
 HIDDEN = "hidden"
 """The part of the last group that a head goes on from."""
 
@@ -135,7 +140,7 @@ def geometry(
     the first token comes with log probabilities. Raises EngineError for too many ranks, and for a head of another
     target.
     """
-    check_head(folders, configs)
+    check_draft(folders, configs)
     names = (TARGET, DRAFT)[: len(folders)]
     facts = {f"weights.{name}": fingerprint(folder) for name, folder in zip(names, folders, strict=True)}
     facts["tokenizer"], warn = tokenizer, dict[str, str]()
@@ -179,33 +184,80 @@ def hidden_from(data: bytes, configs: Sequence[ModelConfig], device: torch.devic
 
 
 def caches(configs: Sequence[ModelConfig], layout: Layout, page_size: int) -> list[Cache]:
-    """The cache of each model: of the target, and of the draft if there is one."""
-    return [cache(model, config, layout, page_size) for model, config in enumerate(configs)]
+    """The caches of the target, several if it is a hybrid, and of the draft if there is one."""
+    made = [cache(model, config, layout, page_size) for model, config in enumerate(configs)]
+    target = configs[0]
+    window = [cache(0, target, layout, page_size, WINDOW)] if target.window is not None else []
+    return [made[0], *window, *(_states(target, layout) if target.delta is not None else ()), *made[1:]]
 
 
-def cache(model: int, config: ModelConfig, layout: Layout, page_size: int) -> Cache:
-    """The cache of the target (0) or the draft (1)."""
-    name, dtype = (TARGET, DRAFT)[model], _DTYPES[config.dtype]
+def _states(config: ModelConfig, layout: Layout) -> list[Cache]:
+    """The states of recurrent layers: channels of q, of k and of v, each divided as the ranks have heads; and heads."""
+    sizes = config.delta_sizes
+    ranks = [delta_heads(config, TensorParallel(rank, layout.tp)) for rank in range(layout.tp)]
+
+    def block(heads: int, dim: int, which: int) -> Block:
+        return Block(heads * dim, dim, tuple((rank[which].start * dim, rank[which].stop * dim) for rank in ranks))
+
+    keys, values = (block(sizes.key_heads, sizes.key_dim, 0), block(sizes.value_heads, sizes.value_dim, 1))
+    dtype = _DTYPES[config.dtype]
+    conv: dict[str, Any] = {
+        "parts": {CONV: (dtype, 2 * keys.lanes + values.lanes, getattr(torch, config.dtype).itemsize)},
+        "rows": sizes.kernel - 1,
+        "blocks": {CONV: (keys, keys, values)},
+    }
+    ssm: dict[str, Any] = {
+        "parts": {SSM: (DType.F32, sizes.value_heads, 4 * sizes.key_dim * sizes.value_dim)},
+        "blocks": {SSM: (block(sizes.value_heads, 1, 1),)},
+    }
+    return [Cache.state(STATES[part], sizes.layers, **how) for part, how in ((CONV, conv), (SSM, ssm))]
+
+
+def cache(model: int, config: ModelConfig, layout: Layout, page_size: int, name: str | None = None) -> Cache:
+    """The rows of the target (0) or the draft (1): of layers that attend to all tokens, or those of group WINDOW."""
+    windowed, name, dtype = name == WINDOW, name or (TARGET, DRAFT)[model], _DTYPES[config.dtype]
+    layers = config.row_layers(windowed)
     size = layout.shares(model)
     ranks = [layout.place(model, TensorParallel(rank, size)) for rank in range(size)]
+    ranks = [rank.whole for rank in ranks] if windowed else ranks
     shares = [kv_head_range(config, place) for place in ranks][:: ranks[0].dcp]
     if config.kind == "mla":
         made = Cache.mla(
-            name, config.layers, latent=config.latent, rope=config.rope_dim, page=page_size, dtype=dtype, model=model
+            name, layers, latent=config.latent, rope=config.rope_dim, page=page_size, dtype=dtype, model=model
         )
     else:
         made = Cache.gqa(
             name,
-            config.layers,
+            layers,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             page=page_size,
             dtype=dtype,
             model=model,
         ).divided(shares)
+    if windowed:
+        return made.replicated()
     if model and layout.draft_tp:
         return made.over(tp=layout.draft_tp, cp=1, copies=False)
     return made.sharded() if model and layout.draft_sharded else made
+
+
+def windows_of(configs: Sequence[ModelConfig]) -> dict[str, int]:
+    """To how many of the last tokens each group with a sliding window attends."""
+    window = configs[0].window
+    return {} if window is None else {WINDOW: window.tokens}
+
+
+def check_kept(geometry: Geometry, each: Sequence[int]) -> None:
+    """Raise EngineError if tiers would keep a state elsewhere than in the page of its last token.
+
+    A slot of theirs has one state, and `each[0]` pages of the target.
+    """
+    if each[0] != 1 and any(group.kind == ItemKind.SLOT for group in geometry.groups):
+        raise EngineError(
+            f"tiers keep a state for each {each[0]} pages of the target, whose engine has one in each: choose pages as"
+            " long as those of the draft"
+        )
 
 
 def shards(geometry: Geometry, rank: int) -> dict[str, Shard]:
@@ -229,16 +281,41 @@ def bytes_a_token(geometry: Geometry) -> dict[str, float]:
     return most
 
 
-def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int) -> Pool:
-    """The pool of one rank, made of the tensors that the engine computes with, by group name.
+def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int, beside: HybridPools = NOTHING) -> Pool:
+    """The pool of one rank, made of the tensors that the engine computes with, by group name and of a hybrid.
 
-    The last page of each, which no sequence gets, is not part of it.
+    The last page of rows, which no sequence gets, is not part of it.
     """
-    names = {group.id: group.name for group in geometry.groups}
-    layers = {names[share.group]: share.layers.tolist() for share in geometry.ranks[rank].owns}
-    return Pool(geometry, {name: _by_part(cache, layers[name]) for name, cache in caches.items()}, rank=rank)
+    groups, tensors, axes = {group.id: group for group in geometry.groups}, dict[str, Any](), dict[str, str]()
+    for share in geometry.ranks[rank].owns:
+        group = groups[share.group]
+        if group.kind == ItemKind.HANDOFF:
+            continue
+        if group.kind == ItemKind.SLOT and beside.states is not None:
+            held = {key: tensor.flatten(2) for key, tensor in beside.states.tensors.items()}
+        else:
+            pool = beside.windows if group.name == WINDOW and beside.windows is not None else caches[group.name]
+            held = {key: tensor[: pool.pages] for key, tensor in pool.tensors.items()}
+        layers = share.layers.tolist()
+        tensors[group.name] = {part.name: [held[layer, part.name] for layer in layers] for part in group.parts}
+        axes[group.name] = _AXES.get(group.name, "page token head dim")
+    return Pool(geometry, tensors, rank=rank, axes=axes)
 
 
-def _by_part(cache: KVPool, layers: Sequence[int]) -> dict[str, list[object]]:
-    """One tensor [pages, page_size, heads, row_dim] for each of these layers, by part name."""
-    return {part: [cache.tensors[layer, part][: cache.pages] for layer in layers] for part in cache.config.parts}
+_AXES = {STATES[CONV]: "slot row lane", STATES[SSM]: "slot head dim"}
+
+
+def page_tables(
+    geometry: Geometry, tables: Mapping[str, Sequence[int]], tokens: int, span: int
+) -> dict[str, Sequence[int]]:
+    """By group name, the page tables of a prompt of `tokens` tokens, given those of each pool; and its state's slot.
+
+    `span` tokens belong to a page of the target. The slot is that of the page to which the last token belongs.
+    """
+    found, last = dict(tables), (tokens - 1) // span
+    for group in geometry.groups:
+        if group.kind == ItemKind.SLOT:
+            found[group.name] = tables[TARGET][last : last + 1]
+        elif group.name == WINDOW:
+            found[WINDOW] = window_table(tables[WINDOW], -(-tokens // group.rows))
+    return found

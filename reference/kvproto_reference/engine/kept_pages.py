@@ -7,7 +7,7 @@ share of a prompt is there, and once all have, they agree on one length (docs/ti
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from .. import checkpoint
 from ..cache import Shard
 from ..errors import EngineError
 from ..models import ModelConfig
-from .description import DRAFT, TARGET
+from .description import DRAFT, TARGET, check_kept
+from .description import shards as shards_of
 from .lockstep import Said
 from .prefix import tokens_a_unit
 from .sequence import TokenSequence
@@ -32,6 +33,7 @@ from .world import World
 
 __all__ = ["KeptPages", "names_of"]
 
+States = Callable[[Sequence[int], int], Collection[int] | None]
 _PAUSE = 0.002
 """Seconds between polls of what threads have read and written."""
 
@@ -81,16 +83,24 @@ class KeptPages:
         host: int,
         storage: str | None,
         ahead: int = 0,
+        windows: Mapping[str, int] | None = None,
+        states: States = lambda pages, tokens: None,
     ) -> None:
         """`host` is the number of pages on the host, and `ahead` that of the tokens after it that a draft's row needs.
 
-        Raises EngineError if pages do not hold whole runs of a deal.
+        `windows` are as in `Tiers`, and `states` is `Runner.states` of the target. Raises EngineError if pages do not
+        hold whole runs of a deal.
         """
-        self.unit, self._each = tokens_a_unit(shards)
+        self._windows = windows or {}
+        self.unit, self._each = tokens_a_unit([*shards, shards[0].whole] if self._windows else shards)
         if not self.unit:
             raise EngineError("--host-pages needs pages that hold whole runs of the deal: choose another --interleave")
+        check_kept(pool.geometry, self._each)
         ahead_of = [DRAFT] if ahead else []
-        self.tiers = Tiers(pool, names, page=self.unit, host=host, storage=storage, ahead=ahead_of)
+        owned = shards_of(pool.geometry, pool.rank)
+        reach = {name: tokens for name, tokens in self._windows.items() if name in owned}
+        self.tiers = Tiers(pool, names, page=self.unit, host=host, storage=storage, ahead=ahead_of, windows=reach)
+        self._states = states
         self._rank, self._world, self._ahead = rank, world, ahead
         self._coming: dict[str, _Coming] = {}
         self._held: dict[TokenSequence, _Held] = {}
@@ -169,12 +179,15 @@ class KeptPages:
         where = {"device": device, "host": pages - device - storage, "storage": storage}
         return pages * self.unit, {name: count * self.unit for name, count in where.items()}
 
-    def free(self, sequence: TokenSequence, valid: int) -> None:
-        """Take a request's pages back, and keep those of its first `valid` tokens."""
+    def free(self, sequence: TokenSequence, valid: int, windows: int = 0) -> None:
+        """Take a request's pages back, and keep those of its first `valid` tokens.
+
+        `windows` is the token from which rows of sliding windows are there.
+        """
         if (held := self._held.pop(sequence, None)) is None:
             return
         held.lease.chain.extend(sequence.text(held.count, valid + self._ahead))
-        held.lease.leave(valid)
+        held.lease.leave(valid, self._states(sequence.tables[0], valid), windows)
         self._left += 1
         self.tiers.step()
 

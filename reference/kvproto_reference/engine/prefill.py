@@ -64,6 +64,7 @@ class Prefiller:
 
     def add(self, sequence: TokenSequence, done: int = 0) -> None:
         """Add a sequence that has its pages, and the rows of its first `done` tokens."""
+        self.target.begin(sequence.tables[0], done)
         self._done[sequence] = done
 
     def drop(self, sequence: TokenSequence) -> int:
@@ -75,14 +76,19 @@ class Prefiller:
         some = list(self._pieces())
         if not some:
             return []
-        chunks = [Chunk(s.text(lo, hi), lo, s.tables[0], unread=not self._draws(s, hi)) for s, lo, hi in some]
-        logits = self.target.run(chunks, self._told(some, 0))
+        logits = self.target.run([self._chunk(*piece) for piece in some], self._told(some, 0))
         if self.draft is not None and not self.draft.ahead:
             self._follow(self.draft, some)
         over = self._sampled(some, logits)
         if self.draft is not None and self.draft.ahead:  # the last row of a prompt needs its first token
             self._follow(self.draft, some, logits.hidden)
         return over
+
+    def _chunk(self, sequence: TokenSequence, start: int, stop: int) -> Chunk:
+        """A piece as the target runs it."""
+        window = sequence.tables[-1] if self.target.windowed else ()
+        unread = not self._draws(sequence, stop)
+        return Chunk(sequence.text(start, stop), start, sequence.tables[0], unread=unread, window=window)
 
     def _follow(self, draft: Runner, some: Sequence[Piece], hidden: Tensor | None = None) -> None:
         """Run the pieces through the draft, whose rows run ahead by as many tokens as it says."""

@@ -32,14 +32,20 @@ class _Unit:
 class PrefixCache:
     """Gives sequences their pages, some of them with rows already, and keeps what they leave while there is room."""
 
-    def __init__(self, pages: Sequence[PageAllocator], shards: Sequence[Shard], ahead: int = 0) -> None:
+    def __init__(
+        self, pages: Sequence[PageAllocator], shards: Sequence[Shard], ahead: int = 0, hybrid: bool = False
+    ) -> None:
         """Both are of each model: target and draft. If pages do not hold whole runs of a deal, no prefix is kept.
 
-        A unit is found for as many further tokens as rows are `ahead`, as its last ones were computed with these.
+        A unit is found for as many further tokens as rows are `ahead`, as its last ones were computed with these. Of a
+        `hybrid` target none is found that has the last token of a prompt, so that the page in which its state arrives
+        is the sequence's own, and none for a sequence that is computed again, as its states and windows are gone. Pages
+        of further pools are never kept.
         """
-        self._pages, self._ahead = pages, ahead
+        self._pages, self._ahead, self._hybrid = pages, ahead, hybrid
         self.unit, self._each = tokens_a_unit(shards)
         """Tokens of a unit, 0 if nothing is kept; and its pages in each pool."""
+        self._each += [0] * (len(pages) - len(shards))
         self._units: dict[Key, _Unit] = {}
         """Units, the least recently used first."""
         self._held: dict[TokenSequence, list[_Unit]] = {}
@@ -50,7 +56,7 @@ class PrefixCache:
         Returns how many of its tokens they hold already; None, taking nothing, while too few pages are free, or would
         be if `spare` pages of each pool were taken too.
         """
-        found = self._find(sequence.text(0, sequence.due))
+        found = self._find(self._sought(sequence))
         for unit in found:
             unit.users += 1
         fresh = [max(n - len(found) * each, 0) for n, each in zip(need, self._each, strict=True)]
@@ -112,6 +118,12 @@ class PrefixCache:
         """Pages of each pool that no sequence holds."""
         idle = len(self._units) - len({id(unit) for held in self._held.values() for unit in held})
         return [pages.available + idle * each for pages, each in zip(self._pages, self._each, strict=True)]
+
+    def _sought(self, sequence: TokenSequence) -> list[int]:
+        """The tokens whose units a sequence may use."""
+        if not self._hybrid:
+            return sequence.text(0, sequence.due)
+        return [] if sequence.generated else sequence.prompt[:-1]
 
     def _find(self, tokens: Sequence[int]) -> list[_Unit]:
         found: list[_Unit] = []

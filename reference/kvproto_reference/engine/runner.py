@@ -12,6 +12,7 @@ from torch import Tensor
 from ..attention.batch import Batch, Span, batch_of
 from ..attention.paged import PagedAttention
 from ..cache import KVPool, Shard
+from ..cache.states import StateRecord
 from ..errors import EngineError
 from ..models import Cached, Head, Model, Pipeline, Taps
 
@@ -32,6 +33,10 @@ class Chunk:
     pages: Sequence[int]
     every: bool = False
     unread: bool = False
+    proposed: int = 0
+    """How many of the tokens, the last ones, are proposals; `Runner.settle` says which stay."""
+    window: Sequence[int] = ()
+    """The pages in which the sliding windows of the sequence move (`cache/windows.py`)."""
     hidden: Tensor | None = None
     """The target's hidden states at these positions [tokens, taps * width]."""
     made: Tensor | None = None
@@ -86,9 +91,43 @@ class Runner(Protocol):
         """Tokens after its own position that a row needs: 1 for a head."""
         return 0
 
+    @property
+    def windowed(self) -> bool:
+        """Whether some layers have a sliding window, so that chunks need the pages in which it moves."""
+        return False
+
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> Logits:
         """Run one step, whose rows are written to the slots of the page tables."""
         ...
+
+    def settle(self, kept: Sequence[int]) -> None:
+        """Keep so many tokens of each chunk of the last step, at least those that were no proposals.
+
+        Rows of the others are written again; recurrent states go back to where they were before them.
+        """
+        return
+
+    @property
+    def record(self) -> StateRecord | None:
+        """Where the recurrent states of sequences are, in a hybrid model."""
+        return None
+
+    def begin(self, pages: Sequence[int], shared: int) -> None:
+        """Forget the recurrent states in the pages of a new sequence, but those of its first `shared` tokens.
+
+        These may be pages of other sequences too.
+        """
+        if self.record is not None:
+            self.record.begin(pages, shared)
+
+    def arrived(self, pages: Sequence[int], tokens: int) -> None:
+        """Note that a sequence's recurrent state after `tokens` tokens has come into its pages from elsewhere."""
+        if self.record is not None:
+            self.record.arrived(pages, tokens)
+
+    def states(self, pages: Sequence[int], tokens: int) -> set[int] | None:
+        """The ends of pages up to `tokens` tokens after which they hold the recurrent state; None without such."""
+        return None if self.record is None else self.record.kept(pages, tokens)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Set all rows of these pages to zero."""
@@ -155,12 +194,24 @@ class TorchRunner(TorchModel):
         super().__init__(model, attention.pool, shard)
         self.model, self.attention, self._taps = model, attention, taps
 
+    @property
+    def windowed(self) -> bool:
+        return self.model.config.window is not None
+
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
         with torch.no_grad():
             ids, positions, rows = _begun(self.attention, chunks, self._shard)
             taps = Taps(self._taps) if self._taps else None
             logits = self.model.forward(ids, positions, self.attention, computed, rows, taps)
+            self.attention.end()
             return TorchLogits(logits, self.attention.check, taps.hidden if taps else None)
+
+    def settle(self, kept: Sequence[int]) -> None:
+        self.attention.settle(kept)
+
+    @property
+    def record(self) -> StateRecord | None:
+        return self.attention.record
 
 
 class HeadRunner(TorchModel):
@@ -207,7 +258,8 @@ def assemble(
     chunks: Sequence[Chunk], shard: Shard, whole: bool = True
 ) -> tuple[Batch, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The arrays of a step, its tokens [tokens], and those whose logits are wanted [n]; `whole` is as in `batch_of`."""
-    batch = batch_of([Span(chunk.start, len(chunk.tokens), chunk.pages) for chunk in chunks], shard, whole)
+    spans = [Span(c.start, len(c.tokens), c.pages, c.proposed, c.window) for c in chunks]
+    batch = batch_of(spans, shard, whole)
     tokens = np.concatenate([np.asarray(chunk.tokens, np.int64) for chunk in chunks])
     wanted = [np.arange(stop - chunk.wanted, stop) for chunk, stop in zip(chunks, batch.starts[1:], strict=True)]
     return batch, tokens, np.concatenate(wanted).astype(np.int64)

@@ -40,7 +40,10 @@ class TokenSequence:
     sampling: SamplingParams = attrs.field(factory=SamplingParams)
     tokenizer: Tokenizer = BYTES
     tables: list[list[int]] = attrs.field(factory=list)
-    """The page table in the pool of each model: of the target, then of the draft, if there is one."""
+    """The page table in the pool of each model: of the target, then of the draft, if there is one.
+
+    For a target with sliding windows, the pages in which they move come last (`cache/windows.py`).
+    """
     generated: list[int] = attrs.field(factory=list)
     stats: SpeculationStats = attrs.field(factory=SpeculationStats)
     hidden: Tensor | None = None

@@ -74,7 +74,17 @@ class SpeculativeDecoder:
         some = self._propose([s for s in sequences if not s.finished])
         if some:
             logits = self.target.run(
-                [Chunk([p.sequence.newest, *p.tokens], p.start, p.sequence.tables[0], every=True) for p in some]
+                [
+                    Chunk(
+                        [p.sequence.newest, *p.tokens],
+                        p.start,
+                        p.sequence.tables[0],
+                        every=True,
+                        proposed=len(p.tokens),
+                        window=p.sequence.tables[-1] if self.target.windowed else (),
+                    )
+                    for p in some
+                ]
             )
             best, at, behind = logits.best(), 0, []
             for p in some:
@@ -92,6 +102,7 @@ class SpeculativeDecoder:
                 if not ahead and p.tokens and accepted == len(p.tokens) and extra is not None:
                     last = Chunk(p.tokens[-1:], p.start + accepted, p.sequence.tables[1], unread=True)
                     behind.append(last)
+            self.target.settle([len(gained[p.sequence]) for p in some])
             if self.draft is not None and behind:  # it has not run its last proposals, whose rows are needed now
                 self.draft.run(behind)
         return [gained.get(sequence, []) for sequence in sequences]

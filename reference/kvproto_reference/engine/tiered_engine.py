@@ -19,7 +19,7 @@ from .. import checkpoint
 from ..cache.memory import shareable
 from ..errors import EngineError, OutOfPages
 from .build import Hosted, torch_hosted
-from .description import DRAFT, Layout, geometry
+from .description import DRAFT, Layout, check_kept, geometry, windows_of
 from .kept_pages import names_of
 from .prefill import Prefiller
 from .prefix import tokens_a_unit
@@ -80,19 +80,22 @@ class TieredEngine:
         configs = checkpoint.load_config(target_dir), checkpoint.load_config(draft_dir)
         said = geometry(folders, configs, self.tokenizer.identity, layout, page_size)
         made = (hosted or _torch)(folders, said, layout, pages)
-        self._unit, self._each = tokens_a_unit(made.shards)
+        whole = [made.target.shard.whole] if made.target.windowed else []
+        self._unit, self._each = tokens_a_unit([*made.shards, *whole])
         if not self._unit:
             raise EngineError("a page has to hold whole runs of the deal: choose another interleave")
+        check_kept(said, self._each)
         names = names_of(folders, configs)
         ahead = [DRAFT] if made.draft is not None and made.draft.ahead else []
         self.ranks = [
-            Tiers(pool, names, page=self._unit, host=host, storage=storage, ahead=ahead)
+            Tiers(pool, names, page=self._unit, host=host, storage=storage, ahead=ahead, windows=windows_of(configs))
             for _, pool in sorted(made.pools.items())
         ]
         self.tiers = self.ranks[0]
         self._prefiller = Prefiller(made.target, made.draft, chunk)
         self._decoder = SpeculativeDecoder(made.target, made.draft, k)
         self._keep = keep
+        self._states, self._arrived = made.target.states, made.target.arrived
 
     def answer(self, prompt: Sequence[int], max_new: int) -> Answer:
         """Continue a prompt by the most likely tokens, at most `max_new`; raises OutOfPages."""
@@ -110,7 +113,7 @@ class TieredEngine:
             leases = self._open(chains, room)
         if leases is None:
             raise OutOfPages(f"{room} pages requested, of {self.tiers.device.slots.count}")
-        rows = 0
+        rows, states = 0, None
         try:
             for tiers in self.ranks:
                 tiers.step()
@@ -120,6 +123,7 @@ class TieredEngine:
                 [slot * each + i for slot in leases[0].slots for i in range(each)] for each in self._each
             ]
             self._prefiller.add(sequence, pages * unit)
+            self._arrived(sequence.tables[0], pages * unit)
             while self._prefiller.busy:
                 self._prefiller.step()
             first = time.monotonic() - begun
@@ -128,9 +132,10 @@ class TieredEngine:
             for chain in chains:
                 chain.extend([prompt[-1], *sequence.generated])
             rows = sequence.shared if self._keep else 0
+            states = self._states(sequence.tables[0], rows)
         finally:
             for lease in leases:
-                lease.leave(rows)
+                lease.leave(rows, states)
         for tiers in self.ranks:
             tiers.step()
         device = min(leases[0].found["device"], pages)

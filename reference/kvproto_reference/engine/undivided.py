@@ -11,7 +11,8 @@ import torch
 from kvproto import lay_out
 
 from .. import checkpoint
-from ..cache import KVPool, PageAllocator, Shard
+from ..cache import HybridPools, KVPool, PageAllocator, Shard
+from ..cache.windows import needed
 from ..models import head_among
 from ..tokenizer import BYTES, Tokenizer
 from .build import torch_runner
@@ -63,7 +64,7 @@ class Undivided:
         folders = [target_dir] if draft_dir is None else [target_dir, draft_dir]
         self.tokenizer = checkpoint.shared_tokenizer(*folders)
         configs = [checkpoint.load_config(folder, dtype) for folder in folders]
-        checkpoint.check_head(folders, configs)
+        checkpoint.check_draft(folders, configs)
         head = head_among(configs)
 
         def runner(model: int, folder: Path) -> Runner:
@@ -71,14 +72,18 @@ class Undivided:
             (group,) = lay_out([cache(model, loaded.config, Layout(), page_size)]).groups
             pool = KVPool.allocate(loaded.config, pages, page_size, device=device)
             taps = head.taps if head and not model else ()
-            return torch_runner(loaded, pool, Shard(group, 0), back_end=back_end, taps=taps)
+            shard = Shard(group, 0)
+            beside = HybridPools.allocate(loaded.config, pages, shard, device=device)
+            return torch_runner(loaded, pool, shard, back_end=back_end, taps=taps, beside=beside)
 
         self.rounds = checkpoint.load_config(target_dir, dtype).dtype != "float32"
         """Whether the last bits of logits depend on what else was in a step."""
         self._target = runner(0, target_dir)
         self._draft = runner(1, draft_dir) if draft_dir is not None else None
         models = 1 if self._draft is None else 2
-        self._pages = [PageAllocator(pages, seed + model) for model in range(models)]
+        self._window = min(needed(configs[0], page_size, max(chunk, k + 1)), pages)
+        """Pages in which the sliding windows of a sequence move; 0 without such."""
+        self._pages = [PageAllocator(pages, seed + model) for model in range(models + bool(self._window))]
         self._decoder = SpeculativeDecoder(self._target, self._draft, k)
         self._prefiller = Prefiller(self._target, None if cold else self._draft, chunk)
         self._decoding: list[TokenSequence] = []
@@ -110,8 +115,10 @@ class Undivided:
     def add(self, prompt: Sequence[int], sampling: SamplingParams, max_new: int) -> TokenSequence:
         """Begin with a prompt, whose sequence later steps complete; raises OutOfPages if too few pages are free."""
         sequence = TokenSequence(prompt=list(prompt), max_new=max_new, sampling=sampling, tokenizer=self.tokenizer)
-        count = self.pages_of(len(sequence.prompt), max_new)
-        sequence.tables = [pages.allocate(count) for pages in self._pages]  # the pools are alike, and so are the pages
+        counts = [self.pages_of(len(sequence.prompt), max_new)] * len(self._pages)
+        if self._window:
+            counts[-1] = min(self._window, counts[0])
+        sequence.tables = [pages.allocate(n) for pages, n in zip(self._pages, counts, strict=True)]
         if self._cold and self._draft is not None:
             self._draft.clear(sequence.tables[1])
         self._prefiller.add(sequence)
@@ -157,11 +164,13 @@ class Undivided:
         """The logits [vocab] from which each token of a prompt's continuation was to be chosen."""
         ids = [*prompt, *found]
         pages = self._pages[0].allocate(self._target.shard.pages(len(ids)))
+        window = self._pages[-1].allocate(self._window) if self._window else []
         try:
             for start in range(0, len(ids) - 1, self._chunk):
                 stop = min(start + self._chunk, len(ids) - 1)
-                logits = self._target.run([Chunk(ids[start:stop], start, pages, every=True)])
+                logits = self._target.run([Chunk(ids[start:stop], start, pages, every=True, window=window)])
                 for place in range(max(start, len(prompt) - 1), stop):
                     yield logits.row(place - start)
         finally:
             self._pages[0].free(pages)
+            self._pages[-1].free(window)

@@ -155,6 +155,8 @@ class Attention:
     """Whether every rank projects the queries of the whole group, so that none have to be gathered."""
     by_token: bool = False
     """Whether to attend token by token over the pool's rows with the new ones among them, to check the two passes."""
+    reach: int | None = None
+    """To how many of the last tokens a token attends, itself one of them; None: to all. Ranks deal no tokens then."""
 
     def __call__(self, q: jax.Array, new: Rows, pool: Rows, reads: Reads, heads: Heads) -> jax.Array:
         """Attend with this rank's q [spans, n, heads, row_dim]; returns [spans, n, own heads, width].
@@ -167,6 +169,8 @@ class Attention:
         if not self.by_token:
             own = _own(q, self.ranks) if self.replicated else q
             causal = jnp.tri(q.shape[1], dtype=bool)[None]
+            if self.reach is not None:
+                causal &= ~jnp.tri(q.shape[1], k=-self.reach, dtype=bool)
             parts.append(attend(own, new, heads.own, causal, self.scale, self.width))
         return union(parts).out
 
@@ -178,6 +182,9 @@ class Attention:
             span = jnp.arange(len(q))[:, None]
             rows = {part: x.at[span, reads.new].set(new[part], mode="drop") for part, x in rows.items()}
             bounds = reads.token_bounds
-        length = next(iter(rows.values())).shape[1]
-        part = attend(q, rows, heads.group, jnp.arange(length) < bounds[..., None], self.scale, self.width)
+        at = jnp.arange(next(iter(rows.values())).shape[1])
+        seen = at < bounds[..., None]
+        if self.reach is not None:  # row i is that of token i
+            seen &= at > reads.positions[..., None] - self.reach
+        part = attend(q, rows, heads.group, seen, self.scale, self.width)
         return EXCHANGES[self.exchange](part, self.ranks) if self.ranks > 1 else part

@@ -6,21 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import jax
 import numpy as np
 import numpy.typing as npt
 
-from kvproto import Geometry, Pool
+from kvproto import Geometry, ItemKind, Pool
 
 from .. import checkpoint
+from ..cache.states import CONV, shapes_of
 from ..engine.build import Hosted
-from ..engine.description import DRAFT, TARGET, Layout, shards
+from ..engine.description import DRAFT, TARGET, WINDOW, Layout, shards
 from ..errors import EngineError
-from ..models import ModelConfig, TensorParallel, kv_head_of
+from ..models import ModelConfig, TensorParallel, key_head_of, kv_head_of
 from .attention import Attention, Heads
 from .context import ContextAttention
 from .mesh import by_rank, mesh_of
-from .pool import RankPools, gpus_of
+from .pool import RankPools, RankStates, gpus_of
 from .programs import Programs
 from .runner import JaxRunner
 
@@ -28,16 +30,24 @@ __all__ = ["jax_hosted", "jax_runner"]
 
 
 def jax_hosted(
-    folders: Sequence[Path], geometry: Geometry, layout: Layout, pages: int, gpus: Sequence[int] = ()
+    folders: Sequence[Path],
+    geometry: Geometry,
+    layout: Layout,
+    pages: int,
+    gpus: Sequence[int] = (),
+    window_pages: int | None = None,
 ) -> Hosted:
     """All ranks of an engine in JAX, one on each of `gpus` (CUDA ordinals), or without any on devices made of the CPU.
 
-    Raises EngineError.
+    Sliding windows have `window_pages` pages (None: as many as the rest). Raises EngineError.
     """
     if any(checkpoint.load_config(folder).head is not None for folder in folders):
         raise EngineError("the JAX engine runs no head: choose --framework torch, or another draft")
     devices: Sequence[int | None] = gpus or [None] * layout.ranks
-    pools = [Pool.allocate(geometry, pages, rank=rank, device=devices[rank]) for rank in range(layout.ranks)]
+    counts = {group.name: pages for group in geometry.groups if group.kind != ItemKind.HANDOFF}
+    if WINDOW in counts:
+        counts[WINDOW] = window_pages or pages
+    pools = [Pool.allocate(geometry, counts, rank=rank, device=devices[rank]) for rank in range(layout.ranks)]
     runners = [jax_runner(folder, pools, name, layout) for folder, name in zip(folders, (TARGET, DRAFT), strict=False)]
     return Hosted(pools=dict(enumerate(pools)), target=runners[0], draft=runners[1] if runners[1:] else None)
 
@@ -72,13 +82,33 @@ def jax_runner(folder: Path, pools: Sequence[Pool], group: str, layout: Layout, 
         dealt([_kv_heads(config, place, place.together) for place in places]),
         dealt([_kv_heads(config, place, place) for place in places]),
     )
+    windows = None
+    if config.hybrid and (layout.cp > 1 or dcp > 1 or not isinstance(attention, Attention)):
+        raise EngineError("tokens of a hybrid model are not dealt over ranks: leave context parallelism and DCP out")
+    if config.window is not None and isinstance(attention, Attention):
+        near = attrs.evolve(attention, reach=config.window.tokens)
+        windows = Programs(config, near, mesh), RankPools(pools, WINDOW, config, mesh, windowed=True)
     return JaxRunner(
-        Programs(config, attention, mesh),
+        Programs(config, attention, mesh, _key_heads(config, places)),
         weights,
         heads,
         RankPools(pools, group, config, mesh),
         owned,
+        windows,
+        RankStates(pools, config, mesh, owned[0].span) if config.delta is not None else None,
     )
+
+
+def _key_heads(config: ModelConfig, places: Sequence[TensorParallel]) -> tuple[int, ...]:
+    """The key head of each value head in recurrent layers; raises EngineError if ranks differ in it."""
+    if config.delta is None:
+        return ()
+    found = {(*key_head_of(config, place), *shapes_of(config, place)[CONV]) for place in places}
+    if len(found) > 1:
+        heads = f"{config.delta.key_heads} key heads and {config.delta.value_heads} value heads"
+        advice = "choose another --tp, or --framework torch"
+        raise EngineError(f"JAX needs recurrent layers with equal shares of {heads}, not {len(places)} ranks: {advice}")
+    return tuple(key_head_of(config, places[0]))
 
 
 def _kv_heads(config: ModelConfig, place: TensorParallel, among: TensorParallel) -> npt.NDArray[np.int32]:

@@ -1,11 +1,11 @@
-"""The GQA and MLA decoders in float32, as functions of a dict of weights that are named as in checkpoints.
+"""The GQA and MLA decoders and hybrids of them, in float32: functions of a dict of weights, named as in checkpoints.
 
 A rank holds its slice of each weight, and `total` sums the shares of a result over the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import lax
 from ..models import ModelConfig, MoeConfig
 from ..models.mla import LATENT_EPS
 
-__all__ = ["block", "logits"]
+__all__ = ["block", "logits", "recurrent_block"]
 
 Array = jax.Array
 Weights = Mapping[str, Array]
@@ -22,6 +22,10 @@ Attend = Callable[[Array, Mapping[str, Array]], Array]
 """Takes queries [spans, n, heads, row_dim] and new rows by part; returns [spans, n, own heads, value_dim]."""
 Total = Callable[[Array], Array]
 """Sums an array over the ranks that share its result."""
+State = Mapping[str, Array]
+"""Of a recurrent layer by part: conv [spans, kernel - 1, channels], ssm [spans, value heads, key_dim, value_dim]."""
+_BLOCKS = ("query", "key", "value")
+"""Blocks of channels of the convolution."""
 
 
 def block(
@@ -37,10 +41,64 @@ def block(
     out = attend(q, rows)
     if c.kind == "mla":
         out = jnp.einsum("...hl,hvl->...hv", out, w["attn.v_up"])
-    x = x + total(out.reshape(*out.shape[:2], -1) @ w["attn.o"].T)
+    return _fed_forward(c, w, x + total(out.reshape(*out.shape[:2], -1) @ w["attn.o"].T), total), rows
+
+
+def recurrent_block(
+    c: ModelConfig, w: Weights, x: Array, real: Array, state: State, stops: Array, key_of: Sequence[int], total: Total
+) -> tuple[Array, dict[str, Array]]:
+    """Compute one recurrent layer of x [spans, n, hidden]; returns the next x and states [spans, m, ...] by part.
+
+    `real` [spans, n] tells tokens from padding behind them. `state` [spans, ...] are the states before, and those
+    returned are after `stops` [spans, m] tokens (0: padding). `key_of` is the key head of each value head.
+    """
+    mixed, states = _delta(c, w, _rms_norm(x, w["attn_norm"], c.norm_eps), real, state, stops, key_of)
+    return _fed_forward(c, w, x + total(mixed @ w["attn.out"].T), total), states
+
+
+def _fed_forward(c: ModelConfig, w: Weights, x: Array, total: Total) -> Array:
     inner = _rms_norm(x, w["ffn_norm"], c.norm_eps)
     summand = _moe(c.moe, w, inner) if c.moe is not None and "ffn.router" in w else _swiglu(w, "ffn", inner)
-    return x + total(summand), rows
+    return x + total(summand)
+
+
+def _delta(
+    c: ModelConfig, w: Weights, x: Array, real: Array, state: State, stops: Array, key_of: Sequence[int]
+) -> tuple[Array, dict[str, Array]]:
+    """The gated delta net of `models/delta.py`, token by token: [spans, n, value heads * value_dim], and states."""
+    sizes, (spans, n), kernel = c.delta_sizes, x.shape[:2], c.delta_sizes.kernel
+    new = jnp.concatenate([x @ w[f"attn.{name}"].T for name in _BLOCKS], -1)
+    seen = jnp.concatenate((state["conv"], new), 1)
+    taps = jnp.concatenate([w[f"attn.{name}_conv"] for name in _BLOCKS])
+    mixed = jax.nn.silu(sum(seen[:, i : i + n] * taps[:, i] for i in range(kernel)))
+    key = w["attn.query"].shape[0]
+    q, k, v = (
+        part.reshape(spans, n, -1, dim)
+        for part, dim in zip(
+            jnp.split(mixed, [key, 2 * key], -1), (sizes.key_dim, sizes.key_dim, sizes.value_dim), strict=True
+        )
+    )
+    q, k = ((y / jnp.maximum(jnp.linalg.norm(y, axis=-1, keepdims=True), 1e-12))[:, :, list(key_of)] for y in (q, k))
+    decays = -jnp.exp(w["attn.rate"]) * jax.nn.softplus(x @ w["attn.decay"].T + w["attn.shift"])
+    strengths = jax.nn.sigmoid(x @ w["attn.strength"].T)
+    decays, strengths = (jnp.where(real[..., None], y, 0) for y in (decays, strengths))
+
+    def token(carry: tuple[Array, Array], at: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+        state, kept = carry
+        count, q, k, v, decay, strength = at
+        state = state * jnp.exp(decay)[..., None, None]
+        added = strength[..., None] * (v - jnp.einsum("shkv,shk->shv", state, k))
+        state = state + k[..., None] * added[..., None, :]
+        kept = jnp.where((stops == count)[..., None, None, None], state[:, None], kept)
+        return (state, kept), jnp.einsum("shkv,shk->shv", state, q)
+
+    kept = jnp.zeros((spans, stops.shape[1], *state["ssm"].shape[1:]))
+    each = [jnp.moveaxis(y, 1, 0) for y in (q * sizes.key_dim**-0.5, k, v, decays, strengths)]
+    (_, kept), outs = lax.scan(token, (state["ssm"], kept), (jnp.arange(1, n + 1), *each))
+    out = _rms_norm(jnp.moveaxis(outs, 0, 1), w["attn.out_norm"], c.norm_eps)
+    gate = jax.nn.silu(x @ w["attn.output_gate"].T)
+    last = stops[..., None] + jnp.arange(kernel - 1)
+    return out.reshape(gate.shape) * gate, {"conv": seen[jnp.arange(spans)[:, None, None], last], "ssm": kept}
 
 
 def logits(c: ModelConfig, w: Weights, x: Array) -> Array:

@@ -18,7 +18,7 @@ from ..models import ModelConfig
 from .attention import Attention, Heads, Reads
 from .context import ContextAttention
 from .mesh import DEALT, EVERYWHERE, RANKS
-from .model import Weights, block, logits
+from .model import Weights, block, logits, recurrent_block
 
 __all__ = ["Programs", "compiled", "quick"]
 
@@ -56,6 +56,8 @@ class Programs:
     config: ModelConfig
     attention: Attention | ContextAttention
     mesh: Mesh
+    key_of: tuple[int, ...] = ()
+    """The key head of each value head of a rank, in recurrent layers; the same on all ranks."""
 
     @property
     def tokens(self) -> PartitionSpec:
@@ -76,6 +78,15 @@ class Programs:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Compute a layer; returns the next x and new rows by part, [ranks, spans, n, KV heads, row_dim]."""
         return _layer(self)(weights, heads, pool, reads, x)  # type: ignore[no-any-return]
+
+    def recurrent(
+        self, weights: Weights, state: dict[str, jax.Array], stops: jax.Array, reads: Reads, x: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Compute a recurrent layer; returns the next x, and states by part, [ranks, spans, m, ...].
+
+        These are after `stops` [spans, m] tokens, and `state` [ranks, spans, ...] are those before.
+        """
+        return _recurrent(self)(weights, state, stops, reads, x)  # type: ignore[no-any-return]
 
     def head(self, weights: Weights, x: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Logits [m, vocab] and most likely tokens [m] after the `wanted` tokens [m] of a step, counted along spans."""
@@ -114,6 +125,17 @@ def _layer(p: Programs) -> Callable[..., Any]:
         return x, {part: new[None] for part, new in rows.items()}
 
     return compiled(p.mesh, program, (RANKS, RANKS, RANKS, RANKS, p.tokens), (p.tokens, RANKS))
+
+
+@functools.cache
+def _recurrent(p: Programs) -> Callable[..., Any]:
+    def program(w: Weights, state: Any, stops: jax.Array, reads: Reads, x: jax.Array) -> Any:
+        total = lambda summand: lax.psum(summand, ("group", "dcp"))  # type: ignore[no-untyped-call]  # noqa: E731
+        real = _mine(reads).positions >= 0
+        x, states = recurrent_block(p.config, _mine(w), x, real, _mine(state), stops, p.key_of, total)
+        return x, {part: found[None] for part, found in states.items()}
+
+    return compiled(p.mesh, program, (RANKS, RANKS, EVERYWHERE, RANKS, p.tokens), (p.tokens, RANKS))
 
 
 @functools.cache

@@ -12,11 +12,13 @@ import numpy.typing as npt
 
 from ..attention.batch import Batch
 from ..cache.sharding import Ints, Shard
+from ..cache.states import StateRecord, Stops
+from ..cache.windows import check_window, window_table
 from ..engine.runner import Chunk, Computed, Logits, Runner, assemble
 from ..errors import EngineError
 from .attention import Attention, Heads, Reads
 from .mesh import DEALT, EVERYWHERE, by_rank, placed
-from .pool import RankPools
+from .pool import RankPools, RankStates
 from .programs import Programs
 
 __all__ = ["JaxLogits", "JaxRunner"]
@@ -60,7 +62,14 @@ class JaxRunner(Runner):
         heads: Heads,
         pools: RankPools,
         shards: Sequence[Shard],
+        windows: tuple[Programs, RankPools] | None = None,
+        states: RankStates | None = None,
     ) -> None:
+        """`windows` and `states` are of a hybrid's layers with a sliding window, and of its recurrent ones."""
+        self._windows, self._states = windows, states
+        self._stops: list[tuple[Chunk, Stops]] = []
+        self._tried: dict[int, dict[str, jax.Array]] = {}
+        """By layer: the states after the proposals of the last step, among others."""
         self._programs, self._heads, self._pools, self._shards = programs, heads, pools, shards
         self._top = {name: weight for name, weight in weights.items() if not name.startswith("layers.")}
         starts = [f"layers.{layer}." for layer in range(programs.config.layers)]
@@ -75,28 +84,96 @@ class JaxRunner(Runner):
         return self._programs.config.vocab
 
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> JaxLogits:
-        step = self._step(chunks)
+        step, config = self._step(chunks, self._pools), self._programs.config
+        every, window = (self._programs, self._pools, step), None
+        if self._windows is not None:
+            window = (*self._windows, self._step([self._windowed(chunk) for chunk in chunks], self._windows[1]))
+        counts = self._begin(chunks, step.reads.bounds.shape[1])
         x = self._programs.embed(self._top, step.tokens)
         for layer, weights in enumerate(self._layers):
-            pool = self._pools.read(layer)
-            x, rows = self._programs.layer(weights, self._heads, pool, step.reads, x)
-            self._pools.write(layer, rows, step.places)
+            if config.recurs(layer):
+                x = self._recur(layer, weights, x, step, counts)
+            else:
+                programs, pools, own = window if window is not None and config.reach(layer) is not None else every
+                x, rows = programs.layer(weights, self._heads, pools.read(layer), own.reads, x)
+                pools.write(layer, rows, own.places)
             if computed is not None:
                 computed(layer)
+        for chunk, stops in self._stops:
+            for count in stops.sure:
+                self.arrived(chunk.pages, chunk.start + count)
         return JaxLogits(*self._programs.head(self._top, x, step.wanted), step.count)
+
+    @property
+    def windowed(self) -> bool:
+        return self._windows is not None
+
+    @property
+    def record(self) -> StateRecord | None:
+        return None if self._states is None else self._states.record
+
+    def settle(self, kept: Sequence[int]) -> None:
+        if self._states is None:
+            return
+        record = self._states.record
+        for i, ((chunk, stops), count) in enumerate(zip(self._stops, kept, strict=True)):
+            settled = record.settled(chunk.start, len(chunk.tokens), chunk.proposed, count)
+            which = [*stops.sure, *stops.proposed]
+            places = [(i, which.index(stop), record.item(chunk.pages, chunk.start + stop)) for stop in settled]
+            for layer, states in self._tried.items():
+                self._states.write(layer, states, places)
+            for stop in settled:
+                record.arrived(chunk.pages, chunk.start + stop)
+        self._stops, self._tried = [], {}
+
+    def _begin(self, chunks: Sequence[Chunk], spans: int) -> npt.NDArray[np.int32]:
+        """Begin with the states of a step; returns after which tokens they are wanted [spans, m], padded with 0."""
+        self._tried, record = {}, self.record
+        if record is None:
+            return np.zeros((spans, 0), np.int32)
+        self._stops = [(c, record.step(c.pages, c.start, len(c.tokens), c.proposed)) for c in chunks]
+        most = _power(max(len(stops.sure) + len(stops.proposed) for _, stops in self._stops))
+        counts = np.zeros((spans, most), np.int32)
+        for row, (_, stops) in zip(counts, self._stops, strict=False):
+            row[: len(stops.sure) + len(stops.proposed)] = stops.sure + stops.proposed
+        return counts
+
+    def _recur(
+        self, layer: int, weights: Mapping[str, jax.Array], x: jax.Array, step: _Step, counts: npt.NDArray[np.int32]
+    ) -> jax.Array:
+        """Compute a recurrent layer, and store its states up to the first proposal of each sequence."""
+        assert self._states is not None
+        before = self._states.read(layer, [stops.source for _, stops in self._stops], len(counts))
+        at = placed(self._programs.mesh, counts, EVERYWHERE)
+        x, states = self._programs.recurrent(weights, before, at, step.reads, x)
+        item = self._states.record.item
+        self._states.write(layer, states, [
+            (i, nth, item(chunk.pages, chunk.start + count))
+            for i, (chunk, stops) in enumerate(self._stops)
+            for nth, count in enumerate(stops.sure)
+        ])  # fmt: skip
+        self._tried[layer] = states
+        return x
+
+    def _windowed(self, chunk: Chunk) -> Chunk:
+        """The same tokens, with the page table of layers with a sliding window."""
+        window, page = self._programs.config.window, self.shard.group.rows
+        check_window(chunk.window, window.tokens if window else 0, page, chunk.start, chunk.stop)
+        return attrs.evolve(chunk, pages=window_table(chunk.window, self.shard.pages(chunk.stop)))
 
     def clear(self, pages: Sequence[int]) -> None:
         self._pools.clear(pages)
 
-    def _step(self, chunks: Sequence[Chunk]) -> _Step:
-        """Assemble a step; spans, tokens and pages are padded to powers of two, so that few programs are compiled.
+    def _step(self, chunks: Sequence[Chunk], pools: RankPools) -> _Step:
+        """Assemble a step over these pools.
 
-        Raises EngineError for a page outside the pools or a token outside the vocabulary.
+        Spans, tokens and pages are padded to powers of two, so that few programs are compiled. Raises EngineError for a
+        page outside the pools or a token outside the vocabulary.
         """
         made = [assemble(chunks, shard, whole=False) for shard in self._shards]
         batches, (_, tokens, wanted) = [each for each, _, _ in made], made[0]
         for chunk in chunks:
-            self._pools.check(chunk.pages[: self.shard.pages(chunk.stop)])
+            pools.check(chunk.pages[: self.shard.pages(chunk.stop)])
         if tokens.min() < 0 or tokens.max() >= self.vocab:  # XLA would clamp them silently
             raise EngineError(f"tokens must be of a vocabulary of {self.vocab}, not {tokens.min()} to {tokens.max()}")
         dealt, ranks = self._programs.tokens == DEALT, len(made)

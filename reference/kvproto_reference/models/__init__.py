@@ -1,17 +1,18 @@
 """Model kinds, their sizes, and how TP, DCP and pipeline ranks share them."""
 
-from .base import Attention, Cached, Dense, Model, Rows, Taps
-from .config import HeadConfig, ModelConfig, MoeConfig
+from .base import Attention, Cached, Dense, Model, Recurrence, Rows, State, Taps
+from .config import DeltaConfig, HeadConfig, ModelConfig, MoeConfig, WindowConfig
 from .decoder import Decoder
 from .head import Head, head_among
 from .ops import FusedOps, Ops
-from .parallel import SOLO, Pipeline, TensorParallel, cut, kv_head_of, kv_head_range
+from .parallel import SOLO, Pipeline, TensorParallel, cut, delta_heads, key_head_of, kv_head_of, kv_head_range
 
 __all__ = [
     "SOLO",
     "Attention",
     "Cached",
     "Decoder",
+    "DeltaConfig",
     "Dense",
     "FusedOps",
     "Head",
@@ -21,11 +22,16 @@ __all__ = [
     "MoeConfig",
     "Ops",
     "Pipeline",
+    "Recurrence",
     "Rows",
+    "State",
     "Taps",
     "TensorParallel",
+    "WindowConfig",
     "cut",
+    "delta_heads",
     "head_among",
+    "key_head_of",
     "kv_head_of",
     "kv_head_range",
 ]

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..errors import EngineError
 from .common import attend
 from .config import ModelConfig
 from .ops import Ops
@@ -13,6 +14,23 @@ from .parallel import SOLO, Pipeline, TensorParallel, kv_head_of
 
 Rows = Mapping[str, Tensor]
 """New rows [tokens, KV heads, row_dim] by part: k and v, or latent."""
+State = Mapping[str, Tensor]
+"""State of one recurrent layer by part: conv [..., kernel - 1, channels], ssm [..., heads, key_dim, value_dim]."""
+
+
+class Recurrence(Protocol):
+    """How the tokens of a recurrent layer change its state; leading batch dims are allowed."""
+
+    def begin(self, inputs: Tensor) -> State:
+        """The state before the first token; `inputs` are as in `run`."""
+        ...
+
+    def run(self, state: State, inputs: Tensor, after: Sequence[int]) -> tuple[Tensor, list[State]]:
+        """What `inputs` [..., n, width] of n tokens make of a state: outputs [..., n, heads, value_dim], and states.
+
+        The states are those after so many of the tokens as `after` says, ascending.
+        """
+        ...
 
 
 class Attention(Protocol):
@@ -24,6 +42,13 @@ class Attention(Protocol):
         q [tokens, heads, row_dim] of the heads that the rank projects -> [tokens, own heads, value_dim].
         """
         ...
+
+    def recur(self, layer: int, rule: Recurrence, inputs: Tensor) -> Tensor:
+        """Let new tokens go on from the state of a recurrent layer, and store what they make of it.
+
+        inputs [tokens, width] -> [tokens, own heads, value_dim]. Raises EngineError where no states are stored.
+        """
+        raise EngineError("this attention stores no recurrent states")
 
 
 class Taps:
@@ -92,11 +117,15 @@ class Dense(Attention):
     """Attention of a single forward from position 0 on, without a cache; leading batch dims are allowed."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel = SOLO) -> None:
-        self._scale, self._width = config.score_scale, config.value_dim
+        self._config, self._width = config, config.value_dim
         self._kv_of = torch.tensor(kv_head_of(config, tp, tp.share(config.heads)))
 
     def attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
         k = rows["k"] if "k" in rows else rows["latent"]
         v = rows.get("v", k)  # the whole row, as the fused kernel needs equal widths
         heads = self._kv_of.to(q.device)
-        return attend(q, k[..., heads, :], v[..., heads, :], self._scale)[..., : self._width]
+        reach, scale = self._config.reach(layer), self._config.score_scale
+        return attend(q, k[..., heads, :], v[..., heads, :], scale, reach)[..., : self._width]
+
+    def recur(self, layer: int, rule: Recurrence, inputs: Tensor) -> Tensor:
+        return rule.run(rule.begin(inputs), inputs, ())[0]

@@ -48,10 +48,16 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of n tokens among themselves: q, k, v [..., n, heads, d] -> [..., n, heads, d]."""
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, reach: int | None = None) -> Tensor:
+    """Causal attention of n tokens among themselves: q, k, v [..., n, heads, d] -> [..., n, heads, d].
+
+    With `reach`, to the last so many tokens, of which a token itself is one.
+    """
     q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(-3, -2)
+    if reach is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(-3, -2)
+    seen = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril().triu(1 - reach)
+    return F.scaled_dot_product_attention(q, k, v, seen, scale=scale).transpose(-3, -2)
 
 
 class SwiGLU(Stepping):

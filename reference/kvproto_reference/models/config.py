@@ -63,6 +63,40 @@ class MoeConfig:
 
 
 @attrs.frozen(kw_only=True)
+class DeltaConfig:
+    """Gated delta nets (arXiv 2412.06464) in place of attention: recurrent layers."""
+
+    layers: tuple[int, ...] = attrs.field(converter=_ints)
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    kernel: int
+    """Tokens that the convolution before the recurrence sees, of which a token itself is one."""
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("key_heads", "key_dim", "value_heads", "value_dim"):
+            _check_positive("delta", name, getattr(self, name))
+        if self.kernel < 2 or self.value_heads % self.key_heads:
+            raise EngineError(
+                f"delta config: {self.value_heads} value heads must divide into {self.key_heads} key heads, and the"
+                f" kernel have 2 tokens or more, not {self.kernel}"
+            )
+
+
+@attrs.frozen(kw_only=True)
+class WindowConfig:
+    """Layers that attend to the last tokens only."""
+
+    layers: tuple[int, ...] = attrs.field(converter=_ints)
+    tokens: int
+    """How many, of which a token itself is one."""
+
+    def __attrs_post_init__(self) -> None:
+        _check_positive("window", "tokens", self.tokens)
+
+
+@attrs.frozen(kw_only=True)
 class HeadConfig:
     """What a head reads of its target, and says."""
 
@@ -97,6 +131,14 @@ def _moe(value: Any) -> MoeConfig | None:
 
 def _head(value: Any) -> HeadConfig | None:
     return HeadConfig(**value) if isinstance(value, dict) else value
+
+
+def _delta(value: Any) -> DeltaConfig | None:
+    return DeltaConfig(**value) if isinstance(value, dict) else value
+
+
+def _window(value: Any) -> WindowConfig | None:
+    return WindowConfig(**value) if isinstance(value, dict) else value
 
 
 @attrs.frozen(kw_only=True)
@@ -134,6 +176,9 @@ class ModelConfig:
     moe: MoeConfig | None = attrs.field(default=None, converter=_moe)
     head: HeadConfig | None = attrs.field(default=None, converter=_head)
     """Makes the model a draft that reads its target's hidden states (`Head`); `vocab` is the target's."""
+    delta: DeltaConfig | None = attrs.field(default=None, converter=_delta)
+    """Recurrent layers, which make the model a hybrid; the others have attention of `kind`."""
+    window: WindowConfig | None = attrs.field(default=None, converter=_window)
     dtype: str = "float32"
     """Element type of weights and cache."""
 
@@ -154,8 +199,45 @@ class ModelConfig:
                 f"head config: a head has 1 layer and at most the target's tokens, not {self.layers} layers and"
                 f" {self.head.vocab} tokens of {self.vocab}"
             )
+        self._check_layers()
         if self.dtype not in DTYPES:
             raise EngineError(f"{self.kind} model config: dtype must be one of {DTYPES}, not {self.dtype!r}")
+
+    def _check_layers(self) -> None:
+        """Raise EngineError for layers of a hybrid that are not there, or are two things."""
+        recurrent = self.delta.layers if self.delta else ()
+        named = [*recurrent, *(self.window.layers if self.window else ())]
+        if len({*named}) < len(named) or not {*named} <= {*range(self.layers)}:
+            raise EngineError(
+                f"{self.kind} model config: each of delta and window names layers of its own, not {named}"
+            )
+        if not set(range(self.layers)) - set(named) and named:
+            raise EngineError(f"{self.kind} model config: one layer at least has to attend to all tokens")
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether some of its layers are recurrent, or have a sliding window."""
+        return self.delta is not None or self.window is not None
+
+    @property
+    def delta_sizes(self) -> DeltaConfig:
+        """Sizes of its recurrent layers; raises EngineError for a model without."""
+        if self.delta is None:
+            raise EngineError("the model has no recurrent layers")
+        return self.delta
+
+    def reach(self, layer: int) -> int | None:
+        """To how many of the last tokens a layer attends; None: to all."""
+        return self.window.tokens if self.window is not None and layer in self.window.layers else None
+
+    def row_layers(self, windowed: bool = False) -> list[int]:
+        """The layers that store rows and attend to all tokens, or those with a sliding window."""
+        rows = [layer for layer in range(self.layers) if not self.recurs(layer)]
+        return [layer for layer in rows if (self.reach(layer) is not None) == windowed]
+
+    def recurs(self, layer: int) -> bool:
+        """Whether a layer has a recurrent state in place of rows."""
+        return self.delta is not None and layer in self.delta.layers
 
     @property
     def inputs(self) -> int:

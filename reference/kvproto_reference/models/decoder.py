@@ -1,4 +1,4 @@
-"""The decoder stack around either attention kind."""
+"""The decoder stack around either attention kind, and around recurrent layers."""
 
 from collections.abc import Callable
 
@@ -9,22 +9,26 @@ from torch import Tensor, nn
 from .base import Attention, Taps
 from .common import SwiGLU, product, weight
 from .config import ModelConfig
+from .delta import DeltaNet
 from .gqa import GqaAttention
 from .mla import MlaAttention
 from .moe import MoeFFN
 from .ops import Stepping, Table
-from .parallel import SOLO, TensorParallel, check_split
+from .parallel import SOLO, TensorParallel, check_split, place_in
 
 
 class Block(Stepping):
-    """Pre-norm attention and feed-forward of one layer."""
+    """Pre-norm attention, or a recurrence in its place, and feed-forward of one layer."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, layer: int) -> None:
         super().__init__()
         self.eps, self.tp = config.norm_eps, tp
         self.attn_norm = nn.Parameter(torch.ones(config.hidden))
         kind = GqaAttention if config.kind == "gqa" else MlaAttention
-        self.attn: GqaAttention | MlaAttention = kind(config, tp, layer)
+        place = place_in(config, tp, layer)
+        self.attn: GqaAttention | MlaAttention | DeltaNet = (DeltaNet if config.recurs(layer) else kind)(
+            config, place, layer
+        )
         self.ffn_norm = nn.Parameter(torch.ones(config.hidden))
         sparse = config.moe is not None and layer in config.moe.layers
         self.ffn: SwiGLU | MoeFFN = (
@@ -64,7 +68,7 @@ class Decoder(Stepping):
         A step of few tokens is as fast as weights are read, and one long product reads faster than two or three.
         """
         for module in self.modules():
-            if isinstance(module, GqaAttention | SwiGLU):
+            if isinstance(module, GqaAttention | DeltaNet | SwiGLU):
                 module.join()
 
     def forward(

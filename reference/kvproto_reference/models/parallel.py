@@ -136,6 +136,8 @@ def check_split(config: ModelConfig, size: int, dcp: int = 1) -> None:
     if dcp > 1 and config.heads % size:
         raise EngineError(f"DCP needs as many heads on every rank: {size} ranks do not divide {config.heads} heads")
     widths = {"heads": config.heads, "ffn": config.ffn}
+    if config.delta is not None:
+        widths["delta.value_heads"] = config.delta.value_heads
     if config.moe is not None:
         widths["moe.ffn"] = config.moe.ffn
         widths["moe.shared_ffn"] = config.moe.shared_ffn or size
@@ -157,12 +159,31 @@ def kv_head_range(config: ModelConfig, tp: TensorParallel) -> tuple[int, int]:
     return mine.start // each, -(-mine.stop // each)
 
 
+def place_in(config: ModelConfig, tp: TensorParallel, layer: int) -> TensorParallel:
+    """The place of a rank in one layer: tokens of sliding windows are dealt nowhere."""
+    return tp if config.reach(layer) is None else tp.whole
+
+
 def kv_head_of(config: ModelConfig, tp: TensorParallel, heads: slice) -> list[int]:
     """The KV head, of those that the rank stores, that each of these query heads attends to."""
     if config.kind == "mla":
         return [0] * (heads.stop - heads.start)
     lo, _ = kv_head_range(config, tp)
     return [head // (config.heads // config.kv_heads) - lo for head in range(heads.start, heads.stop)]
+
+
+def delta_heads(config: ModelConfig, tp: TensorParallel) -> tuple[slice, slice]:
+    """Key and value heads of recurrent layers that a rank has; ranks may share key heads, as `kv_head_range` does."""
+    sizes = config.delta_sizes
+    values, each = tp.share(sizes.value_heads), sizes.value_heads // sizes.key_heads
+    return slice(values.start // each, -(-values.stop // each)), values
+
+
+def key_head_of(config: ModelConfig, tp: TensorParallel) -> list[int]:
+    """The key head, of those that the rank has, of each of its value heads."""
+    keys, values = delta_heads(config, tp)
+    each = config.delta_sizes.value_heads // config.delta_sizes.key_heads
+    return [head // each - keys.start for head in range(values.start, values.stop)]
 
 
 CUTS = {
@@ -172,6 +193,9 @@ CUTS = {
     "o": ("heads", -1),
     **dict.fromkeys(("gate", "up"), ("ffn", -2)),
     "down": ("ffn", -1),
+    **dict.fromkeys(("query", "key", "query_conv", "key_conv"), ("key_heads", 0)),
+    **dict.fromkeys(("value", "value_conv", "output_gate", "decay", "strength", "rate", "shift"), ("value_heads", 0)),
+    "out": ("value_heads", -1),
 }
 """What of a weight is divided over ranks, and along which dim; weights that are not here are on every rank."""
 
@@ -179,14 +203,20 @@ CUTS = {
 def cut(config: ModelConfig, tp: TensorParallel, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
     """This rank's slice, dim by dim, of the full weight `name` of `shape`."""
     slices = [slice(0, length) for length in shape]
+    if name.startswith("layers."):
+        tp = place_in(config, tp, int(name.split(".")[1]))
     unit, dim = CUTS.get(name.rsplit(".", 1)[-1], ("", 0))
     if unit:
-        count, mine = {
+        units = {
             "queries": (config.heads, tp.queries(config.heads)),
             "heads": (config.heads, tp.share(config.heads)),
             "kv_heads": (config.kv_heads, slice(*kv_head_range(config, tp))),
             "ffn": (shape[dim], tp.share(shape[dim])),
-        }[unit]
+        }
+        if config.delta is not None:
+            keys, values = delta_heads(config, tp)
+            units |= {"key_heads": (config.delta.key_heads, keys), "value_heads": (config.delta.value_heads, values)}
+        count, mine = units[unit]
         each = shape[dim] // count
         slices[dim] = slice(mine.start * each, mine.stop * each)
     return tuple(slices)
