@@ -15,6 +15,7 @@ from kvproto_reference.attention.batch import Batch, Span, batch_of
 from kvproto_reference.attention.lse import Base2, Partial, merge
 from kvproto_reference.attention.torch_kernel import TorchKernel
 from kvproto_reference.cache import KVPool, Shard
+from kvproto_reference.cache.windows import first_row, window_table
 from kvproto_reference.errors import EngineError
 from kvproto_reference.models import ModelConfig
 
@@ -60,6 +61,8 @@ class World:
     seed: int
     heads: list[int] | None = None
     """The KV head that each query head reads, unless it is as in HEADS."""
+    reach: int | None = None
+    """To how many of the last tokens a token attends; older rows are gone, as their pages are used again."""
 
     def __attrs_post_init__(self) -> None:
         draw = torch.Generator().manual_seed(self.seed)
@@ -82,7 +85,8 @@ class World:
         for k, v, n, count in zip(self.k, self.v, self.lengths, self.counts, strict=True):
             for i in range(count):
                 bound = n - count + i + 1
-                keys, values = k[:bound, kv].double(), v[:bound, kv].double()
+                first = max(bound - (self.reach or bound), 0)
+                keys, values = k[first:bound, kv].double(), v[first:bound, kv].double()
                 scores = torch.einsum("hd,mhd->hm", self.q[at + i].double(), keys) * self.config.score_scale
                 found.append(torch.einsum("hm,mhw->hw", scores.softmax(-1), values))
             at += count
@@ -105,15 +109,17 @@ class World:
         order = iter(np.random.default_rng(self.seed).permutation(40).tolist())
         spans = []
         for k, v, n, count in zip(self.k, self.v, self.lengths, self.counts, strict=True):
-            pages = [next(order) for _ in range(shard.pages(n))]
+            first = 0 if self.reach is None else first_row(self.reach, n - count)
+            own = [next(order) for _ in range(shard.pages(n) - (0 if self.reach is None else first // self.group.rows))]
+            pages = window_table(own, shard.pages(n))
             spans.append(Span(n - count, count, pages))
-            held = n if whole else n - count
-            slots = torch.from_numpy(shard.slots(np.array(pages), np.arange(held)))
+            held = np.arange(first, n if whole else n - count)
+            slots = torch.from_numpy(shard.slots(np.array(pages), held))
             for part, rows in (("k", k), ("v", v)) if self.config.kind == "gqa" else (("latent", k),):
-                pool.tensors[0, part].flatten(0, 1)[slots[slots >= 0]] = rows[:held][slots >= 0]
+                pool.tensors[0, part].flatten(0, 1)[slots[slots >= 0]] = rows[held][slots >= 0]
         batch = batch_of(spans, shard)
         heads = self.heads or HEADS[self.config.kind]
-        kernel = TorchKernel(pool, heads, heads)
+        kernel = TorchKernel(pool, heads, heads, self.reach)
         kernel.plan(batch)
         return kernel, batch
 
@@ -160,6 +166,20 @@ def test_a_rank_that_has_all_rows_attends_in_one_pass(world: World, uneven: bool
     heads = [0, 1, 1, 1] if uneven and world.config.kind == "gqa" else None
     alone = attrs.evolve(world, group=group_of(world.config, 1, 1, world.group.rows), heads=heads)
     assert error(alone.rank(0, whole=True)[0].alone(0, alone.q), alone.dense()) < 1e-5
+
+
+@settings(max_examples=120, deadline=None)
+@given(worlds(), st.integers(1, 12))
+def test_a_sliding_window_is_dense_attention_to_its_last_tokens(world: World, reach: int) -> None:
+    """In one pass, as a rank with all rows attends; over the pool and the new tokens; and token by token."""
+    near = attrs.evolve(world, group=group_of(world.config, 1, 1, world.group.rows), reach=reach)
+    wanted, (kernel, _) = near.dense(), near.rank(0, whole=True)
+    assert error(kernel.alone(0, near.q), wanted) < 1e-5
+    assert error(kernel.pool_by_token(0, near.q).out, wanted) < 1e-5
+    single = all(count == 1 for count in near.counts)
+    before, _ = near.rank(0, whole=single)
+    parts = [before.pool(0, near.q), *([] if single else [before.new(near.q, near.new())])]
+    assert error(merge(parts).out, wanted) < 1e-5
 
 
 def test_ranks_without_tokens_are_neutral() -> None:

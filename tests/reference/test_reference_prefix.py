@@ -26,6 +26,20 @@ def finish(sequence: TokenSequence) -> None:
     sequence.append([99, 98, 97])
 
 
+def test_nothing_is_evicted_for_a_sequence_that_cannot_begin_yet() -> None:
+    """A pool of which nothing is kept, as that of sliding windows, has too few pages for it."""
+    both = shards(1, 1, 4)
+    cache = PrefixCache([PageAllocator(n, 1) for n in (4, 4, 2)], both, hybrid=True)
+    left, running, waiting = (request([kind] * 8) for kind in (1, 2, 3))
+    assert cache.allocate(left, (2, 2, 2)) == 0
+    cache.free(left, 8)
+    assert cache.allocate(running, (2, 2, 2)) == 0
+    assert cache.allocate(waiting, (2, 2, 2)) is None
+    assert cache.available == [2, 2, 0]
+    cache.free(running, 0)
+    assert cache.allocate(request([1] * 9), (3, 3, 2)) == 8
+
+
 Steps = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 2), st.booleans(), st.integers(0, 3)), max_size=25)
 
 

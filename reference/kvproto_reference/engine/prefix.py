@@ -81,7 +81,9 @@ class PrefixCache:
         return True
 
     def _free_some(self, need: Sequence[int]) -> bool:
-        """Whether `need` pages are free, after evicting units that are not in use as needed."""
+        """Whether `need` pages are free, after evicting units that are not in use as needed; none of them in vain."""
+        if any(n > pages for n, pages in zip(need, self.available, strict=True)):
+            return False
         while any(pages.available < n for pages, n in zip(self._pages, need, strict=True)):
             if not self._evict():
                 return False
