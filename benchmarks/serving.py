@@ -41,7 +41,7 @@ from kvproto_reference.demo.router import LOAD, Request, Router
 from kvproto_reference.engine.sampling import SamplingParams
 from kvproto_reference.engine.undivided import Undivided
 
-BATCHES, RATES, REQUESTS = (1, 8), (0.4, 0.8, 1.2), 16
+BATCHES, RATES, REQUESTS = (1, 8), (0.2, 0.4, 0.8), 12
 """Prompts at once; requests a second, and how many come at each rate."""
 LENGTH, NEW = 128, 48
 """Tokens of a prompt and of its answer."""
@@ -312,9 +312,11 @@ def main() -> int:
         of = *sizes, checkpoint.load_config(model).vocab
         ways = stack.enter_context(contenders(model))
         figures = {"model": "tiny" if args.quick else smollm2.NAME, "threads": 1, "length": sizes[0], "new": sizes[1]}
-        figures["batches"] = batches(ways, args.rounds, of)
-        figures["loads"] = loads(ways, (50.0,), 1, 3, of) if args.quick else loads(ways, RATES, 2, REQUESTS, of)
-    keep(args.out, facts("torch", "transformers") | rounded(figures, 4))
+        figures |= facts("torch", "transformers") | {"batches": batches(ways, args.rounds, of)}
+        keep(args.out, rounded(figures, 4))
+        rates, count, rounds = ((50.0,), 3, 1) if args.quick else (RATES, REQUESTS, max(args.rounds // 4, 1))
+        figures["loads"] = loads(ways, rates, rounds, count, of)
+    keep(args.out, rounded(figures, 4))
     return 0
 
 

@@ -224,7 +224,7 @@ class Fetch(TicketHandle[Arrived]):
     def _span(self, grant: Grants) -> tuple[int, int]:
         """The number of pages in a table before the first of a grant, and the number that the grant needs."""
         layout = self.pool.layout
-        if grant.group not in layout.shares:  # hand-off data also goes to ranks that own none
+        if grant.group not in layout.shares:  # hand-off data that other ranks of this engine own
             return 0, 0
         group, cp_rank = layout.groups[grant.group], layout.shares[grant.group].cp_rank
         need = items_by_now(group, cp_rank, grant, self.asked[grant.group])

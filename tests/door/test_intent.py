@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvproto.session.limits
-from kvproto import Options, Pool, new_ticket
+from kvproto import Cache, DType, Options, Parallel, Pool, Sink, lay_out, new_ticket
 from kvproto.asyncio import drive, wait
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.events import Arrived, Connected, Lost, PagesWanted
@@ -22,7 +22,7 @@ from kvproto.wire.enums import ErrorCode, Feature
 from tests.errors import raises
 
 from .claims import NOBODY, PAGE, TOKENS, Claims, Run, claims
-from .doors import GEOMETRY, PROMPT, STEPPED, rows, two
+from .doors import GEOMETRY, PROMPT, STEPPED, address_in, rows, two
 
 WAYS = {
     "push": Options(thread=False, part_bytes=1, first_part_ratio=0),
@@ -135,6 +135,17 @@ def test_the_same_in_asyncio(tmp_path: Path) -> None:
                 assert (rows(both.sink.pool, pages) == rows(both.source.pool, [3, 1, 2])).all()
 
     asyncio.run(run())
+
+
+def test_a_rank_without_hand_off_data_grants_its_own_pages(tmp_path: Path) -> None:
+    """The first token is on the last pipeline stage, and this is the first."""
+    caches = [
+        Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4, dtype=DType.U8),
+        Cache.handoff("first", {"token": (DType.U8, 4)}),
+    ]
+    first = Pool.allocate(lay_out(caches, Parallel(pp=2)), 16, rank=0)
+    with Sink("decode", first, {"prefill": address_in(tmp_path)}, STEPPED) as sink:
+        assert sink.fetch(new_ticket("prefill"), PROMPT).grant({"kv": [1, 2, 3]})
 
 
 # what goes wrong
