@@ -169,6 +169,8 @@ def test_an_eagle_head(target: str, prefill: int, decode: int, prompts: Path) ->
     "args",
     [
         "--prefill-tp 1 --decode-tp 1 --speculate 0",
+        # pages for one request and a part of another
+        "--prefill-tp 1 --decode-tp 2 --pages 8",
         "--prefill-tp 4 --decode-tp 2 --prefill-page-size 8",
         "--prefill-tp 2 --decode-tp 4 --part 1 --window-pages 9",
         "--prefill-tp 3 --decode-tp 2 --spans --part 1 --pages 14 --chunk 7",
