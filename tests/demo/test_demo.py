@@ -192,6 +192,7 @@ def test_a_hybrid_target(args: str, prompts: Path) -> None:
             sent[moved["sink"]] = sent.get(moved["sink"], 0) + moved["bytes"]
     # of each of two layers and three prompts, four heads of 16 x 16 numbers
     assert sum(sent.values()) == 3 * 2 * 4 * 16 * 16 * 4
+    assert told["plan"]["states"][STATES["ssm"]] == max(sent.values()) / 3
     assert len({*sent.values()}) == 1
 
 
