@@ -46,9 +46,9 @@ class StorageIO:
         return bool(self._writes)
 
     def write(self, hit: Hit, chain: Chain, pages: Iterable[tuple[int, Mapping[int, Data]]]) -> None:
-        """Have threads write pages of a prompt, which `hit` pins meanwhile."""
+        """Have threads write pages of a prompt, which `hit` pins meanwhile; a rank may have nothing of a page."""
         gather, write, most = self.workers.gather, self.pages.write_all, self._together
-        self._writes.append((hit, [gather(write, (chain, i, data), most) for i, data in pages]))
+        self._writes.append((hit, [gather(write, (chain, i, data), most) for i, data in pages if data]))
 
     def collect(self) -> int:
         """Unpin pages whose writes are over, or are dropped because storage hangs; returns how many pages it keeps."""

@@ -137,7 +137,7 @@ def main() -> None:
         if not jobs:
             continue
         with mp.get_context("spawn").Pool(min(WORKERS, len(jobs))) as pool:
-            # Chunks of one: the two targets, first in the list, run side by side, and the drafts after them.
+            # Chunks of one: the targets, first in the list, run side by side, and the drafts after them.
             losses = pool.starmap(train, jobs, chunksize=1)
         for (name, _, folder), loss in zip(jobs, losses, strict=True):
             print(f"{name}: loss {loss:.3f}, saved in {folder}")

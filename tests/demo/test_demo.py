@@ -171,6 +171,8 @@ def test_an_eagle_head(target: str, prefill: int, decode: int, prompts: Path) ->
     "args",
     [
         "--prefill-tp 1 --decode-tp 1 --speculate 0",
+        # pages for one request and a part of another
+        "--prefill-tp 1 --decode-tp 2 --pages 8",
         "--prefill-tp 4 --decode-tp 2 --prefill-page-size 8",
         "--prefill-tp 2 --decode-tp 4 --part 1 --window-pages 9",
         "--prefill-tp 3 --decode-tp 2 --spans --part 1 --pages 14 --chunk 7",
@@ -192,6 +194,7 @@ def test_a_hybrid_target(args: str, prompts: Path) -> None:
             sent[moved["sink"]] = sent.get(moved["sink"], 0) + moved["bytes"]
     # of each of two layers and three prompts, four heads of 16 x 16 numbers
     assert sum(sent.values()) == 3 * 2 * 4 * 16 * 16 * 4
+    assert told["plan"]["states"][STATES["ssm"]] == max(sent.values()) / 3
     assert len({*sent.values()}) == 1
 
 

@@ -139,6 +139,37 @@ def test_a_layer_is_the_recurrence_written_out(model: Decoder) -> None:
         np.testing.assert_allclose(state[CONV].numpy(), np.stack(conv), atol=2e-5)
 
 
+def test_a_layer_is_that_of_qwen3_next(model: Decoder) -> None:
+    """Its matrices have the same rows, key head by key head: q, k, v and the gate, or strengths and decays."""
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    sizes = CONFIG.delta_sizes
+    theirs = modeling.Qwen3NextGatedDeltaNet(
+        modeling.Qwen3NextConfig(
+            hidden_size=32, linear_num_key_heads=sizes.key_heads, linear_num_value_heads=sizes.value_heads,
+            linear_key_head_dim=sizes.key_dim, linear_value_head_dim=sizes.value_dim,
+            linear_conv_kernel_dim=sizes.kernel, rms_norm_eps=CONFIG.norm_eps, num_hidden_layers=1,
+            layer_types=["linear_attention"],
+        ), 0,
+    )  # fmt: skip
+    ours = DeltaNet(CONFIG, TensorParallel(), 0)
+    with torch.no_grad():
+        for vector in (ours.rate, ours.shift, ours.out_norm):
+            vector.add_(torch.randn(vector.shape, generator=torch.Generator().manual_seed(2)), alpha=0.3)
+        each = sizes.value_heads // sizes.key_heads
+        heads = [w.unflatten(0, (sizes.key_heads, -1)) for w in (ours.query, ours.key, ours.value, ours.output_gate)]
+        theirs.in_proj_qkvz.weight.copy_(torch.cat(heads, 1).flatten(0, 1))
+        both = [w.unflatten(0, (sizes.key_heads, each)) for w in (ours.strength, ours.decay)]
+        theirs.in_proj_ba.weight.copy_(torch.cat(both, 1).flatten(0, 1))
+        theirs.conv1d.weight.copy_(torch.cat((ours.query_conv, ours.key_conv, ours.value_conv))[:, None])
+        theirs.A_log.copy_(ours.rate)
+        theirs.dt_bias.copy_(ours.shift)
+        theirs.norm.weight.copy_(ours.out_norm)
+        theirs.out_proj.weight.copy_(ours.out)
+        x = torch.randn(2, 90, 32, generator=torch.Generator().manual_seed(3))
+        found = ours.forward(x, None, Dense(CONFIG))  # type: ignore[arg-type]
+        close(found, theirs(x), 2e-5)
+
+
 # one engine
 
 

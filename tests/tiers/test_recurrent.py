@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvproto import Cache as Group
-from kvproto import DType, Parallel, lay_out
+from kvproto import DType, Parallel, Pool, Tiers, lay_out
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.planning.geometry import Geometry
@@ -27,7 +27,7 @@ from tests.tiers.schedules import Memory, stored
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from hybrid import PAGE, Engine, Floats
+from hybrid import NAMES, PAGE, Engine, Floats
 
 PROMPT = [(7 * n * n + 3 * n) % 64 for n in range(27)]
 """Six pages, and three tokens of the seventh."""
@@ -178,6 +178,22 @@ def test_scratch_rows_of_a_state_stay_where_they_are() -> None:
 def hybrid(tp: int) -> Geometry:
     state = Group.state("state", [0, 2], parts={"s": (DType.F32, 4, 8)}, rows=2)
     return lay_out([Group.gqa("kv", [1], kv_heads=4, head_dim=3, page=4), state], Parallel(tp=tp))
+
+
+def test_a_stage_with_states_alone_stores_the_pages_that_have_one(tmp_path: Path) -> None:
+    """Of two stages one has the attention, the other the recurrent layer, and so nothing of a page without a state."""
+    caches = [
+        Group.gqa("kv", [1], kv_heads=2, head_dim=8, page=PAGE, dtype=DType.F32),
+        Group.state("state", [0], parts={"s": (DType.F32, 4, 64)}),
+    ]
+    pool = Pool.allocate(lay_out(caches, Parallel(pp=2)), {"state": 16}, rank=0)
+    tiers = Tiers(pool, NAMES, page=PAGE, host=8, storage=tmp_path)
+    lease = tiers.open(tiers.chain(range(3 * PAGE)), 4)
+    assert lease is not None
+    lease.leave(3 * PAGE, {3 * PAGE})
+    tiers.drain()
+    assert (tiers.counts["stored"], tiers.counts["not stored"]) == (1, 0)
+    tiers.close()
 
 
 def coordinates(geometry: Geometry, rank: int, layout: PageLayout, i: int) -> dict[int, bytes]:

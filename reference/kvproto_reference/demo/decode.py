@@ -25,7 +25,17 @@ from ..cache.windows import first_row
 from ..engine import logprobs
 from ..engine.admission import Admission
 from ..engine.claims import Claim, claimed
-from ..engine.description import FIRST, HIDDEN, bytes_a_token, caches, hidden_from, hidden_of, hidden_type, windows_of
+from ..engine.description import (
+    FIRST,
+    HIDDEN,
+    bytes_a_token,
+    caches,
+    hidden_from,
+    hidden_of,
+    hidden_type,
+    state_bytes,
+    windows_of,
+)
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefill import Prefiller
@@ -166,6 +176,7 @@ class DecodeProcess(EngineProcess):
         stored, without = bytes_a_token(self.geometry), bytes_a_token(whole)
         return {
             "stored": {name: [stored[name], without[name]] for name in stored},
+            "states": state_bytes(self.geometry),
             "groups": list(names.values()), "plan": plan.digest.hex(),
             "routes": [{"source": route.source, "sink": route.sink, "group": names[route.group],
                         "digest": route.digest.hex()} for route in plan.routes],

@@ -160,6 +160,8 @@ def show(console: Console, router: Router, compared: list[Compared], verdicts: d
         for name, (dealt, whole) in router.plan["stored"].items()
     )
     console.print(f"KV bytes of a token on a decode rank: {stored}", highlight=False)
+    if states := ", ".join(f"{name} {count:,.0f}" for name, count in router.plan["states"].items()):
+        console.print(f"bytes of a request's states on a decode rank: {states}", highlight=False)
     copies = [s["seconds"] for s in router.sent]
     total = sum(sum(s["bytes"].values()) for s in router.sent)
     if copies:

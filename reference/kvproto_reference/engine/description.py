@@ -269,15 +269,25 @@ def shards(geometry: Geometry, rank: int) -> dict[str, Shard]:
 
 def bytes_a_token(geometry: Geometry) -> dict[str, float]:
     """By group: the most KV bytes that any rank stores for each token of a sequence, on average over its deal."""
+    return _most_bytes(geometry, ItemKind.PAGE)
+
+
+def state_bytes(geometry: Geometry) -> dict[str, float]:
+    """By group: the most bytes that any rank stores for the recurrent state of a sequence."""
+    return _most_bytes(geometry, ItemKind.SLOT)
+
+
+def _most_bytes(geometry: Geometry, kind: ItemKind) -> dict[str, float]:
+    """By group of a kind: the most bytes that any rank stores for a token, or for a slot."""
     groups = {group.id: group for group in geometry.groups}
     most: dict[str, float] = {}
     for rank in geometry.ranks:
         for share in rank.owns:
             group = groups[share.group]
-            if group.kind == ItemKind.PAGE:
+            if group.kind == kind:
                 held = sum((span.hi - span.lo) * group.parts[span.part].lane_bytes for span in share.lanes)
-                stored = held * len(share.layers) / group.cp_size
-                most[group.name] = max(most.get(group.name, 0), stored)
+                rows = group.rows if kind == ItemKind.SLOT else 1 / group.cp_size
+                most[group.name] = max(most.get(group.name, 0), held * len(share.layers) * rows)
     return most
 
 
