@@ -41,7 +41,7 @@ class Weights:
         missing or of another shape or type.
         """
         path, piece = self._read(name, shape, part)
-        if piece.dtype == torch.int8:
+        if piece.dtype == torch.int8 and name + SCALES in self._file_of:
             rows = (*shape[:-1], 1)
             _, scales = self._read(name + SCALES, rows, None if part is None else (*part[:-1], slice(1)))
             return piece * scales
