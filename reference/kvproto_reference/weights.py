@@ -41,10 +41,11 @@ class Weights:
         missing or of another shape or type.
         """
         path, piece = self._read(name, shape, part)
-        if piece.dtype == torch.int8 and name + SCALES in self._file_of:
+        if piece.dtype == torch.int8:
+            if (scales := name + SCALES) not in self._file_of:
+                raise EngineError(f"checkpoint weights {path}: {name} is {piece.dtype}, and there is no tensor {scales}")
             rows = (*shape[:-1], 1)
-            _, scales = self._read(name + SCALES, rows, None if part is None else (*part[:-1], slice(1)))
-            return piece * scales
+            return piece * self._read(scales, rows, None if part is None else (*part[:-1], slice(1)))[1]
         if not piece.is_floating_point() or piece.element_size() < 2:
             raise EngineError(f"checkpoint weights {path}: {name} is {piece.dtype}, which is not supported")
         return piece

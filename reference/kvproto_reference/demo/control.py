@@ -76,11 +76,13 @@ class Line:
 
     def receive(self) -> list[dict[str, Any]]:
         """All waiting messages of the engine, with {"op": "lost"} after a disconnect; say hello on a connect."""
-        found = []
+        found, changes = [], []
+        while self.monitor.poll(0):  # first, as the last messages are there once the engine has gone
+            changes.append(recv_monitor_message(self.monitor)["event"])
         while self.socket.poll(0):
             found.append(json.loads(self.socket.recv()))
-        while self.monitor.poll(0):
-            self.connected = recv_monitor_message(self.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        for event in changes:
+            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if self.connected:
                 self.send("hello")
             else:
