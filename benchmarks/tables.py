@@ -1,4 +1,4 @@
-"""Writes the tables of docs/gpu.md, docs/dcp_gpu.md, docs/acceptance.md and docs/tiers.md from benchmarks/results, so that no figure is copied by hand.
+"""Writes the tables of docs/gpu.md, docs/dcp_gpu.md, docs/acceptance.md, docs/serving.md and docs/tiers.md from benchmarks/results, so that no figure is copied by hand.
 
 `python benchmarks/tables.py [--check]`: what stands between `<!-- table NAME -->` and the next empty line is generated;
 benchmarks/plots.py draws the pages' pictures. --check writes nothing; exit status 1: a table differs from the results.
@@ -263,6 +263,48 @@ def _link(shape: str) -> Callable[[float], float]:
     points = sorted((_received(s["shape"], s["batch"], 2), us(s)["both, peer memory"]) for s in DCP["exchanges"])
     slope, start = np.polyfit(*zip(*points, strict=True), 1)
     return lambda received: float(start + slope * received)
+
+
+# docs/serving.md
+
+WAYS = {
+    "generate": "transformers, `generate`",
+    "continuous": "transformers, continuous batching",
+    "undivided": "one reference engine",
+    "pair": "prefill and decode engine",
+}
+
+
+@table(
+    "serving",
+    "batches",
+    "prompts at once | served by | tokens/s | of `generate` | tokens a second of CPU | of `generate`",
+)
+def serving_batches() -> Rows:
+    for batch, of in results("serving")["batches"].items():
+        for way, name in WAYS.items():
+            cells = []
+            for by in (of["rates"], of["cpu"]):
+                times = median(mine / base for mine, base in zip(by[way], by["generate"], strict=True))
+                cells += [f"{median(by[way]):.1f}", f"{times:.2f}"]
+            yield batch, name, *cells
+
+
+@table(
+    "serving",
+    "loads",
+    "offered, requests/s | served by | served, requests/s | tokens/s | first token, ms: median | 90 % | between tokens, ms: median | 99 %",
+)
+def serving_loads() -> Rows:
+    found = results("serving")["loads"]
+    for rate, way in dict.fromkeys((run["rate"], run["way"]) for run in found):
+        runs = [run for run in found if (run["rate"], run["way"]) == (rate, way)]
+        first, between = ([each for run in runs for each in run[name]] for name in ("first", "between"))
+        wall = sum(run["wall"] for run in runs)
+        served = (sum(run[name] for run in runs) / wall for name in ("requests", "tokens"))
+        shares = ((first, 50), (first, 90), (between, 50), (between, 99))
+        delays = [f"{np.percentile(times, share) * 1e3:,.0f}" for times, share in shares]
+        yield f"{rate:g}", WAYS[way], *(f"{n:.{d}f}" for n, d in zip(served, (2, 1), strict=True)), *delays
 
 
 # docs/acceptance.md
