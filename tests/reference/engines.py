@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from kvproto import lay_out
-from kvproto_reference.cache import KVPool, Shard
+from kvproto_reference.cache import HybridPools, KVPool, Shard
 from kvproto_reference.engine.build import torch_runner
 from kvproto_reference.engine.description import Layout, cache
 from kvproto_reference.engine.runner import Chunk, TorchRunner
@@ -27,11 +27,12 @@ class Alone:
         """A pool is made where none is given."""
         (group,) = lay_out([cache(0, model.config, Layout(), page_size)]).groups
         pool = pool or KVPool.allocate(model.config, pages, page_size, model.tp, device)
-        return cls(model, pool, torch_runner(model, pool, Shard(group, 0)))
+        beside = HybridPools.allocate(model.config, pages, Shard(group, 0), model.tp, device)
+        return cls(model, pool, torch_runner(model, pool, Shard(group, 0), beside=beside))
 
     def run(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> Tensor:
         """Logits [tokens, vocab] of one step."""
-        return self.runner.run([Chunk(tokens, start, pages, every=True)]).values
+        return self.runner.run([Chunk(tokens, start, pages, every=True, window=pages)]).values
 
     def prefill(self, tokens: Sequence[int], pages: Sequence[int], chunk: int) -> Tensor:
         """Logits [vocab] of the last token."""

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {**SIZES, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3", {**GQA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": True}),
     "qwen3-yarn": ("Qwen3", {**GQA, "rope_parameters": YARN}),
+    "qwen3-window": ("Qwen3", {**GQA, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3-moe": ("Qwen3Moe", {**GQA, "moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 3,
                                "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3-moe-step": ("Qwen3Moe", {**GQA, "moe_intermediate_size": 7, "num_experts": 5, "num_experts_per_tok": 2,

@@ -107,11 +107,17 @@ def changed_moe(**fields: Any) -> Callable[[ModelConfig], dict[str, Any]]:
     return lambda config: {"moe": attrs.evolve(config.moe, **fields) if config.moe else None}
 
 
+def reach(tokens: int) -> Callable[[ModelConfig], dict[str, Any]]:
+    return lambda config: {"window": attrs.evolve(config.window, tokens=tokens) if config.window else None}
+
+
 MATTERS: list[tuple[str, str, Callable[[ModelConfig], dict[str, Any]]]] = [
     ("llama", "llama3 rates", lambda config: {"rope_rates": ()}),
     ("llama", "norm eps", lambda config: {"norm_eps": 0.1}),
     ("qwen3-yarn", "yarn rates", lambda config: {"rope_rates": ()}),
     ("qwen3-yarn", "yarn gain", lambda config: {"rope_gain": 1.0}),
+    ("qwen3-window", "one token less", reach(6)),
+    ("qwen3-window", "one token more", reach(8)),
     ("qwen3-moe", "normalized", changed_moe(normalize=False)),
     ("qwen3-moe-step", "not normalized", changed_moe(normalize=True)),
     ("deepseek-v2-lite", "yarn rates", lambda config: {"rope_rates": ()}),

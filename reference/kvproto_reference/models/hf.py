@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from ..errors import EngineError
-from .config import DTYPES, Kind, ModelConfig, MoeConfig
+from .config import DTYPES, Kind, ModelConfig, MoeConfig, WindowConfig
 from .rope import llama3_rates, plain_rates, yarn_gain, yarn_rates
 
 Config = Mapping[str, Any]
@@ -138,7 +138,7 @@ def translate(config: Config, dtype: str) -> ModelConfig:
     if family is None:
         raise refused("model_type", config.get("model_type"), tuple(FAMILIES))
     _check_allowed(config, {**ALLOWED, **family.allowed})
-    _check_window(config, family.windowed)
+    window = _window(config, family.windowed)
     found = {field: _value(config, key, derived=family.derived) for field, key in family.fields.items()}
     rope = _rope(config, family.kind, found["head_dim" if family.kind == "gqa" else "rope_dim"])
     tied = bool(config.get("tie_word_embeddings", False))
@@ -146,7 +146,16 @@ def translate(config: Config, dtype: str) -> ModelConfig:
     if dtype not in DTYPES:
         raise refused("dtype", dtype, DTYPES)
     return ModelConfig.from_fields(
-        {"kind": family.kind, **found, **family.fixed, **rope, "tied": tied, "moe": family.moe(config), "dtype": dtype}
+        {
+            "kind": family.kind,
+            **found,
+            **family.fixed,
+            **rope,
+            "tied": tied,
+            "moe": family.moe(config),
+            "dtype": dtype,
+            "window": window,
+        }
     )
 
 
@@ -169,13 +178,17 @@ def _check_allowed(config: Config, allowed: Allowed) -> None:
             raise refused(key, config[key], values)
 
 
-def _check_window(config: Config, windowed: bool) -> None:
+def _window(config: Config, windowed: bool) -> WindowConfig | None:
+    """The sliding window of the layers that `layer_types` names, in families that say whether they use it."""
     kinds = config.get("layer_types")
+    known = ("full_attention",) if windowed else ("full_attention", "sliding_attention")
     for kind in kinds or ():
-        if kind != "full_attention":
-            raise refused("layer_types", kind, ("full_attention",))
+        if kind not in known:
+            raise refused("layer_types", kind, known)
     if not kinds and config.get("use_sliding_window", windowed) and config.get("sliding_window") is not None:
         raise refused("sliding_window", config["sliding_window"], (None,))
+    layers = [layer for layer, kind in enumerate(kinds or ()) if kind == "sliding_attention"]
+    return WindowConfig(layers=layers, tokens=_value(config, "sliding_window")) if layers else None
 
 
 def _value(config: Config, *keys: str, derived: Mapping[str, Callable[[Config], Any]] = MappingProxyType({})) -> Any:
