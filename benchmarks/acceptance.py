@@ -1,11 +1,11 @@
 """How many tokens a step of decode gives with the draft's cache handed over, computed again, and cold.
 
-`python benchmarks/acceptance.py [--out] [--quick]`, or `make acceptance`: a prefill and a decode engine of the demo, in
+`python benchmarks/acceptance.py [TARGET ...] [--out] [--quick]`, or `make acceptance`: a prefill and a decode engine of the demo, in
 processes of their own, greedily continue prompts of several lengths. Small models of one architecture draft for another,
 on the text that they were trained on and on one that they have never seen (the licence of this repository), and the two
 engines differ in TP. Heads that were trained on what their own targets write (`distill.py`) draft for these on texts that
 they have not seen: a story, a page of documentation, a licence. Each request is compared with one undivided engine that
-begins alike: its tokens, and how many proposals of the draft it accepts.
+begins alike: its tokens, and how many proposals of the draft it accepts. --out keeps what each target gave.
 
     handed over   prefill computes the draft's rows, and they move with the target's
     computed      prefill has no draft: decode runs its own over the prompt (`--cold-draft compute`), which a head cannot
@@ -30,6 +30,7 @@ PAIRS = [(target, draft) for target in ("mla", "gqa") for draft in ("gqa", "mla"
 """Architectures of target and draft; `eagle` is a head that reads the target's hidden states."""
 DISTILLED = [(target, draft) for target in ("small", "smollm2") for draft in ("eagle", "mtp")]
 """Targets with heads that were trained on a GPU."""
+TARGETS = tuple(dict.fromkeys(target for target, _ in (*PAIRS, *DISTILLED)))
 WAYS = {"handed over": (), "computed": ("--cold-draft", "compute"), "cold": ("--cold-draft", "zero")}
 TP = [(2, 1), (1, 2), (4, 2)]
 """TP ranks of prefill and of decode."""
@@ -90,33 +91,42 @@ def shown(found: dict[str, Any]) -> str:
     return "  ".join(f"{of['decoded'] / of['steps']:5.2f} {of['accepted'] / of['proposed']:4.0%}" for of in cells)
 
 
-def cases(quick: bool) -> Iterator[tuple[tuple[str, str], str, tuple[int, int]]]:
-    """Target and draft, way and TP of each demo."""
-    for pair in PAIRS[:1] if quick else (*PAIRS, *DISTILLED):
-        head = pair[1] in ("eagle", "mtp")
-        yield from (
-            (pair, way, TP[0]) for way in WAYS if not quick or way == "handed over" if way != "computed" or not head
-        )
-        if not quick and pair not in DISTILLED:
-            yield from ((pair, "handed over", tp) for tp in TP[1:])
+def cases(target: str, quick: bool) -> Iterator[tuple[str, str, tuple[int, int]]]:
+    """Draft, way and TP of each demo of a target."""
+    for draft in [draft for of, draft in (*PAIRS, *DISTILLED) if of == target][: 1 if quick else None]:
+        ways = [way for way in WAYS if way != "computed" or draft not in ("eagle", "mtp")]
+        yield from ((draft, way, TP[0]) for way in (ways[:1] if quick else ways))
+        if not quick and (target, draft) in PAIRS:
+            yield from ((draft, "handed over", tp) for tp in TP[1:])
 
 
-def main() -> int:
-    parser = arguments(__doc__, "acceptance", quick="a prompt of each kind, one pair")
-    args = parser.parse_args()
-    print(f"tokens a step and proposals accepted, greedy, {PROPOSED} proposed", flush=True)
-    rows: list[dict[str, Any]] = []
-    for (target, draft), way, (here, there) in cases(args.quick):
-        asked = list(prompts(target, 1 if args.quick else 6 if target == "smollm2" else 12))
-        if not rows or rows[-1]["target"] != target:
-            print("; ".join(f"{text}, {length}" for text in texts(target) for length in LENGTHS), flush=True)
+def measured(target: str, quick: bool) -> list[dict[str, Any]]:
+    """What each demo of a target counted."""
+    asked, rows = list(prompts(target, 1 if quick else 3 if target == "smollm2" else 12)), []
+    print("; ".join(f"{text}, {length}" for text in texts(target) for length in LENGTHS), flush=True)
+    for draft, way, (here, there) in cases(target, quick):
         folder = str(smollm2.folder()) if target == "smollm2" else target
         of = ["--target", folder, "--draft", draft, "--prefill-tp", str(here), "--decode-tp", str(there), *WAYS[way]]
         found = counted(asked, of)
-        rows.append({"target": target, "draft": draft, "way": way, "tp": [here, there], "prompts": len(asked)})
-        rows[-1]["found"] = found
+        rows.append({"draft": draft, "way": way, "tp": [here, there], "prompts": len(asked), "found": found})
         print(f"{target} + {draft}, {way:11}, TP {here} to {there}: {shown(found)}", flush=True)
-    keep(args.out, facts("torch") | {"proposed": PROPOSED, "new": NEW, "rows": rows})
+    return rows
+
+
+def main() -> int:
+    parser = arguments(__doc__, "acceptance", quick="a prompt of each kind, one draft")
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all of them by default")
+    args = parser.parse_args()
+    if unknown := set(args.targets) - set(TARGETS):
+        parser.error(f"unknown targets: {sorted(unknown)}")
+    print(f"tokens a step and proposals accepted, greedy, {PROPOSED} proposed", flush=True)
+    for target in args.targets or (TARGETS[:1] if args.quick else TARGETS):
+        before = facts("torch") | {"proposed": PROPOSED, "new": NEW}
+        rows = measured(target, args.quick)
+        earlier = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+        keep(
+            args.out, {name: of for name, of in earlier.items() if name in TARGETS} | {target: before | {"rows": rows}}
+        )
     return 0
 
 

@@ -312,7 +312,7 @@ def serving_loads() -> Rows:
 _LENGTHS = (24, 96, 320)
 _ACCEPTANCE = " | " + " | ".join(f"{text}, {n}" for text in ("trained on", "never seen") for n in _LENGTHS)
 _UNSEEN = " | " + " | ".join(f"{text}, {n}" for text in ("story", "page", "licence") for n in _LENGTHS)
-_DISTILLED = {"small": "MLA, bytes", "smollm2": "SmolLM2"}
+_NAMES = {"mla": "MLA", "gqa": "GQA", "small": "MLA of bytes", "smollm2": "SmolLM2"}
 
 
 def _accepted(row: dict[str, Any]) -> Iterator[str]:
@@ -322,29 +322,32 @@ def _accepted(row: dict[str, Any]) -> Iterator[str]:
             yield f"{of['decoded'] / of['steps']:.2f} ({of['accepted'] / of['proposed']:.0%})"
 
 
+def _drafted(*targets: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name of target and draft, and the row, of each demo."""
+    for target in targets:
+        for row in results("acceptance")[target]["rows"]:
+            yield f"{_NAMES[target]} + {row['draft'].upper()}", row
+
+
 @table("acceptance", "ways", "target + draft | the draft's rows" + _ACCEPTANCE)
 def ways() -> Rows:
-    for row in results("acceptance")["rows"]:
-        if row["tp"] == [2, 1] and row["target"] not in _DISTILLED:
-            yield f"{row['target']} + {row['draft']}".upper(), row["way"], *_accepted(row)
+    for name, row in _drafted("mla", "gqa"):
+        if row["tp"] == [2, 1]:
+            yield name, row["way"], *_accepted(row)
 
 
 @table("acceptance", "sizes", "target + draft | TP" + _ACCEPTANCE)
 def sizes() -> Rows:
-    for row in sorted(
-        (row for row in results("acceptance")["rows"] if row["target"] not in _DISTILLED),
-        key=lambda row: (row["target"] == "gqa", ("gqa", "mla", "eagle").index(row["draft"])),
-    ):
+    for name, row in _drafted("mla", "gqa"):
         if row["way"] == "handed over":
             here, there = row["tp"]
-            yield f"{row['target']} + {row['draft']}".upper(), f"{here} to {there}", *_accepted(row)
+            yield name, f"{here} to {there}", *_accepted(row)
 
 
 @table("acceptance", "distilled", "target + head | the head's rows" + _UNSEEN)
 def distilled() -> Rows:
-    for row in results("acceptance")["rows"]:
-        if row["target"] in _DISTILLED:
-            yield f"{_DISTILLED[row['target']]} + {row['draft'].upper()}", row["way"], *_accepted(row)
+    for name, row in _drafted("small", "smollm2"):
+        yield name, row["way"], *_accepted(row)
 
 
 # docs/tiers.md
