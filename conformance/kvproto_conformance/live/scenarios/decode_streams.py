@@ -100,11 +100,11 @@ def _resumed(run: DecodeRun) -> None:
     run.check("resumes", hello.fields.get("resume") == source.session, str(hello.fields), "KVP-SES-HELLO")
     for offset in range(0, window // 2, _PIECE):
         source.data(asked, offset, bytes(_PIECE), False)
-    said = source.silence(0.3, but=("Abort",))
-    early = [frame.fields["total"] for frame in said if frame.name == "Credit"]
+    source.silence(0.3, but=("Abort",))
+    early = [frame.fields["total"] for frame in source.heard if frame.name == "Credit"]
     run.check("no Credit", not early, f"a total of {', '.join(early)}", "KVP-INL-PAUSE")
     source.reply(hello, "Welcome", **source.welcomed)
-    source.total = source.sent = 0
+    source.begin_credit()
     source.reply(source.expect("Abort", clause="KVP-SES-RESEND"), "Drained", proof="PROVEN")
     run.lost(prompt, "ABORTED")
     source.take_credit(1)
