@@ -132,7 +132,10 @@ def test_a_world_that_an_engine_has_not_is_unsupported() -> None:
     "name",
     [
         "page off by one", "a minor of its own", "begun before the last writer", "a pool is free when it has moved",
-        "the pages of one rank for those of all",
+        "the pages of one rank for those of all", "Credit when the window is used up", "whatever cannot be read is answered",
+        "Done is the end of any stream (LIVE-827)", "the last fault is named",
+        "Data waits for Accepted", "a deadline that nobody keeps",
+        "pages that only the sink writes wait for proof",
         pytest.param("slots are written that nobody granted", marks=NIXL),
     ],
 )  # fmt: skip

@@ -288,10 +288,10 @@ class Source(Peer):
         self.sent += len(raw)
         self.send("Data", **asked.of, offset=str(offset), data=raw.hex(), last=last)
 
-    def take_credit(self, least: int) -> None:
+    def take_credit(self, least: int, clause: str = "KVP-INL-CREDIT") -> None:
         """Receive Credits until this many bytes may be sent."""
         while any(frame.name == "Credit" for frame in self.heard) or self.total - self.sent < least:
-            credit = self.expect("Credit", clause="KVP-INL-CREDIT")
+            credit = self.expect("Credit", clause=clause)
             total = int(credit.fields["total"])
             if total < self.total:
                 raise Missed(f"a total of {total} after {self.total}", "KVP-INL-CREDIT")
