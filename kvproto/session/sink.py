@@ -178,16 +178,14 @@ class SinkSession(Session):
         engine, replica = self._replica or (message.engine, message.replica)
         rank = message.rank if self._rank is None else self._rank
         held, there = self.host.runs.get((engine, replica, rank), 0), f"listens at {self.conn}"
-        for path, good, code, mine, yours, advice in (
-            ("engine", message.engine == engine, ErrorCode.WRONG_PEER, engine, message.engine,
-             f"another engine {there}: correct the address"),
-            ("incarnation", message.incarnation >= held, ErrorCode.SUPERSEDED, held, message.incarnation,
-             f"an earlier run {there}: end it"),
-            ("rank", message.rank == rank, ErrorCode.WRONG_PEER, rank, message.rank, "correct `endpoints`"),
-            ("replica", message.replica == replica, ErrorCode.WRONG_PEER, replica, message.replica,
-             f"another replica {there}: correct the address"),
-        ):  # fmt: skip
-            if not good:
+        rows = (
+            ("engine", ErrorCode.WRONG_PEER, engine, message.engine, f"another engine {there}: correct the address"),
+            ("incarnation", ErrorCode.SUPERSEDED, held, message.incarnation, f"an earlier run {there}: end it"),
+            ("rank", ErrorCode.WRONG_PEER, rank, message.rank, "correct `endpoints`"),
+            ("replica", ErrorCode.WRONG_PEER, replica, message.replica, f"another {there}: correct the address"),
+        )
+        for path, code, mine, yours, advice in rows:
+            if message.incarnation < held if path == "incarnation" else mine != yours:
                 raise RemoteError(code, path, str(mine), str(yours), advice)
         check_features(self._terms, message)
 
