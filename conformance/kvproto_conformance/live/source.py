@@ -271,7 +271,8 @@ class Source(Peer):
         raw = bytearray().join(
             moving.label(seed, p.model, p.layer, p.name, [p.row], p.lo, p.hi).tobytes() for p in asked.moved
         )
-        raw[len(raw) // 2] ^= 4 * self.damages
+        if self.damages:
+            raw[len(raw) // 2] ^= 4
         return bytes(raw)
 
     def stream(self, asked: Asked, seed: str, most: int = MOST_DATA) -> None:
