@@ -10,8 +10,9 @@ import io
 import sys
 from pathlib import Path
 
-from kvproto_conformance import commands, replaying
+from kvproto_conformance import binding, commands, replaying
 from kvproto_conformance.baseline import BadBaseline
+from kvproto_conformance.claims import EXTENSIONS, ROLES
 from kvproto_conformance.data import VECTORS, VERSION
 from kvproto_conformance.report import BadReport
 from kvproto_conformance.testee import CannotStart
@@ -64,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     one = _command(sub, "list", commands.listed)
     commands.options(one)
     one.add_argument("--json", action="store_true")
+
+    one = _command(sub, "clauses", binding.clausal)
+    one.add_argument("--role", choices=ROLES, required=True)
+    one.add_argument("--extension", action="append", choices=EXTENSIONS, metavar="NAME", help="with its clauses too")
 
     one = _command(sub, "show", commands.shown)
     one.add_argument("id")

@@ -246,7 +246,7 @@ def met(args: Namespace) -> int:
                 good, said = kept.live(role, meeting.SESSIONS[role], command)
                 *lines, summary = said.splitlines()
                 print(f"  a peer of old meets the {role}: {summary}")
-                for line in [] if good else [line for line in lines if not line.startswith("pass")]:
+                for line in [line for line in lines if not line.startswith("pass")]:
                     print(f"    {line}")
                 failed += not good and counts
     return Verdict.NONCONFORMANT if failed else Verdict.CONFORMANT

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-import textwrap
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+
+import attrs
 
 from kvproto_conformance.cases import Case
 from kvproto_conformance.run import Result, Status, Wrong
@@ -18,6 +18,7 @@ _LINES = 300
 """How many of the last messages of both sides a report keeps."""
 _STATUS = {
     "pass": Status.PASS,
+    "unasked": Status.UNASKED,
     "fail": Status.FAIL,
     "unsupported": Status.FAIL,
     "error": Status.ERROR,
@@ -39,18 +40,19 @@ def steps(id: str) -> str:
     """The script of a scenario, as the suite's side plays it; empty for a case of vectors."""
     if not id.startswith("LIVE-"):
         return ""
-    from kvproto_conformance.live import list_scenarios
+    from kvproto_conformance.live.scenario import SCENARIOS
+    from kvproto_conformance.live.scripts import described
 
-    scenario = next(s for s in list_scenarios() if s.id == id)
-    script = textwrap.dedent(inspect.getsource(scenario.script))
-    engine = f"An engine of role {scenario.role}, world {scenario.world}, over {scenario.transport}."
-    return f"{engine} The suite's side:\n\n{script}"
+    return described(SCENARIOS[id])
 
 
 def played(
     cases: Sequence[Case], commands: Mapping[str, Sequence[str]], told: Callable[[Result], object], seconds: float
 ) -> list[Result]:
-    """Run the cases of roles that have a command, as far as they begin within so many `seconds`."""
+    """Run the cases of roles that have a command, as far as they begin within so many `seconds`.
+
+    The clause of a result is the one that was broken, where that is known, even if its scenario is about another.
+    """
     from kvproto_conformance.live import list_scenarios, run, wirelog
 
     by_id, found, end = {case.id: case for case in cases}, [], time.monotonic() + seconds
@@ -60,9 +62,11 @@ def played(
             status = _STATUS[said.status]
             if status is Status.FAIL and not scenario.must:
                 status = Status.NONSTRICT
-            wrong = () if said.status == "pass" else (_wrong(said, scenario.title),)
+            wrong = () if said.status in ("pass", "unasked") else (_wrong(said, scenario.title),)
             wire = tuple(wirelog.lines(said))[-_LINES:] if wrong else ()
-            found.append(Result(by_id[said.id], wrong, status, said.seconds, wire))
+            case = attrs.evolve(by_id[said.id], clause=said.clause or by_id[said.id].clause)
+            why = said.text if said.status == "unasked" else ""
+            found.append(Result(case, wrong, status, said.seconds, wire, why))
             told(found[-1])
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvproto_conformance.claims import SUITES
 from kvproto_conformance.data import sentence
 from kvproto_conformance.explain import explain
-from kvproto_conformance.report import GOOD, headline, text
+from kvproto_conformance.report import GOOD, headline, text, unasked
 
 Json = dict[str, Any]
 _STYLE = """
@@ -31,7 +31,7 @@ _HEX = 2048
 
 def page(report: Json) -> str:
     """Verdict, suites, what failed with its bytes explained, and every clause with its cases."""
-    rows = report["results"]
+    rows = [row for row in report["results"] if row["status"] != "unasked"]
     bad = [row for row in rows if row["status"] not in GOOD]
     testee = report["testee"]
     parts = [
@@ -43,6 +43,7 @@ def page(report: Json) -> str:
         f'<p class="incomplete">{report["left_out"]:,} cases of the claim were not asked{_wanting(report)}.</p>'
         if report["left_out"]
         else "",
+        *(f'<p class="dim">{escape(line)}</p>' for line in unasked(report)),
         "<h2>Suites</h2>",
         _suites(rows),
         f"<h2>What did not pass ({len(bad):,})</h2>" if bad else "",
@@ -171,7 +172,7 @@ def _claim(report: Json) -> str:
 
 def _counts(report: Json) -> dict[str, tuple[int, int]]:
     """By suite, how many cases passed, and of how many."""
-    all_ = Counter(row["suite"] for row in report["results"])
+    all_ = Counter(row["suite"] for row in report["results"] if row["status"] != "unasked")
     good = Counter(row["suite"] for row in report["results"] if row["status"] in GOOD)
     return {name: (good[name], number) for name, number in all_.items()}
 

@@ -58,7 +58,9 @@ class Run:
 
     def json(self) -> Json:
         """The report, with the questions and answers of cases that did not pass."""
-        counted = [result for result in self.results if result.case.suite != PROTOCOL]
+        ofclaim = [result for result in self.results if result.case.suite != PROTOCOL]
+        counted = [result for result in ofclaim if result.status is not Status.UNASKED]
+        unasked = Counter(result.why for result in ofclaim if result.status is Status.UNASKED)
         return {
             "schema": SCHEMA,
             "spec": _spec(self.claim.minor),
@@ -85,6 +87,7 @@ class Run:
             "cases": len(counted),
             "left_out": self.left_out,
             **({"wanting": dict(self.wanting)} if self.wanting else {}),
+            **({"unasked": dict(unasked)} if unasked else {}),
             "complaints": list(self.complaints),
             "results": [_row(result) for result in self.results],
         }
@@ -98,7 +101,7 @@ def _spec(minor: int) -> str:
 def _row(result: Result) -> Json:
     case = result.case
     row = {"id": case.id, "suite": case.suite, "clause": case.clause, "must": case.must, "status": str(result.status)}
-    row |= {"seconds": round(result.seconds, 4), "note": case.note}
+    row |= {"seconds": round(result.seconds, 4), "note": case.note} | ({"why": result.why} if result.why else {})
     wrong = [{"question": w.question, "expected": w.expected, "got": w.got} for w in result.wrong]
     if wrong:
         row["wrong"] = wrong
@@ -155,6 +158,19 @@ def headline(report: Json) -> str:
     return " · ".join([*words, *some, f"{report['passed']:,}/{report['cases']:,}"])
 
 
+def unasked(report: Json) -> list[str]:
+    """What was not asked of this engine and counts neither way, with the reason; empty if that is nothing."""
+    rows = [row for row in report["results"] if row["status"] == Status.UNASKED]
+    said = [
+        f"not asked, and not counted: {number:,} scenarios {why}: "
+        + ", ".join(row["id"] for row in rows if row["why"] == why)
+        for why, number in report.get("unasked", {}).items()
+    ]
+    if said and "inline" not in report["claim"]["extensions"]:
+        said.append("its bytes went by INLINE, which is not claimed: wrong Data and Credit were not tried")
+    return said
+
+
 def badge(report: Json) -> str:
     """An endpoint of shields.io."""
     label, _, message = headline(report).partition(" · ")
@@ -171,7 +187,8 @@ def junit(report: Json) -> str:
     for name, rows in by_suite.items():
         count = Counter(row["status"] for row in rows)
         failures, errors = count["fail"] + count["unearned"], count["error"] + count["suite-error"]
-        said = {"failures": failures, "errors": errors, "skipped": count["known"], "tests": len(rows)}
+        skipped = count["known"] + count["unasked"]
+        said = {"failures": failures, "errors": errors, "skipped": skipped, "tests": len(rows)}
         suite = xml.SubElement(top, "testsuite", {"name": name} | {key: str(n) for key, n in said.items()})
         for row in rows:
             case = xml.SubElement(suite, "testcase", classname=row["clause"], name=row["id"], time=str(row["seconds"]))
@@ -181,10 +198,11 @@ def junit(report: Json) -> str:
                 "error": "error",
                 "suite-error": "error",
                 "known": "skipped",
+                "unasked": "skipped",
             }.get(row["status"])
             if kind:
                 words = sentence(row["clause"])["text"]
-                found = xml.SubElement(case, kind, message=_printable(words or row["note"]))
+                found = xml.SubElement(case, kind, message=_printable(row.get("why") or words or row["note"]))
                 found.text = "\n".join(_printable(text(w)) for w in row.get("wrong", ()))
     xml.indent(top)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + xml.tostring(top, encoding="unicode") + "\n"
@@ -215,9 +233,10 @@ def summary(report: Json) -> str:
     suites = list(dict.fromkeys(row["suite"] for row in report["results"]))
     lines = [f"### {headline(report)}: {report['verdict']}", "", "| suite | passed | of |", "|---|---|---|"]
     for suite in suites:
-        all_ = sum(n for (name, _), n in count.items() if name == suite)
+        all_ = sum(n for (name, status), n in count.items() if name == suite and status != Status.UNASKED)
         lines.append(f"| {suite} | {sum(count[suite, status] for status in GOOD)} | {all_} |")
-    bad = [row for row in report["results"] if row["status"] not in (*GOOD, Status.KNOWN)]
+    lines += [f"\n{line}" for line in unasked(report)]
+    bad = [row for row in report["results"] if row["status"] not in (*GOOD, Status.KNOWN, Status.UNASKED)]
     if bad:
         lines += ["", "| case | clause | status | |", "|---|---|---|---|"]
         lines += [f"| {row['id']} | {row['clause']} | {row['status']} | {row['note']} |" for row in bad[:20]]

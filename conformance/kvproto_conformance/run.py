@@ -47,6 +47,8 @@ class Status(StrEnum):
     """A wrong answer, or `unsupported` for something that is claimed."""
     ERROR = "error"
     """No answer: the testee crashed, was silent, or wrote garbage."""
+    UNASKED = "unasked"
+    """About what this engine cannot have: it counts neither as passed nor as a case of the claim."""
     SUITE_ERROR = "suite-error"
     """The suite itself failed, which says nothing about the engine."""
     KNOWN = "known"
@@ -78,6 +80,8 @@ class Result:
     seconds: float = 0.0
     wire: tuple[str, ...] = ()
     """For a live engine whose case did not pass, what both sides said."""
+    why: str = ""
+    """Why it was not asked."""
 
 
 class BadGreeting(Exception):
@@ -232,8 +236,9 @@ def _near(found: str, wanted: float, tolerance: float) -> bool:
 
 def verdict(results: list[Result], incomplete: bool = False) -> Verdict:
     """The verdict: a run of nothing is no success, and known failures or cases left out rule conformance out."""
-    good = {Status.PASS, Status.NONSTRICT, Status.DECLINED, Status.KNOWN}
-    if all(result.case.suite == PROTOCOL for result in results) or Status.SUITE_ERROR in {r.status for r in results}:
+    good = {Status.PASS, Status.NONSTRICT, Status.DECLINED, Status.KNOWN, Status.UNASKED}
+    asked = [result for result in results if result.case.suite != PROTOCOL and result.status is not Status.UNASKED]
+    if not asked or Status.SUITE_ERROR in {r.status for r in results}:
         return Verdict.INVALID_RUN
     if any(result.status not in good for result in results):
         return Verdict.NONCONFORMANT

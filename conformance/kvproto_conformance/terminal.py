@@ -10,7 +10,7 @@ from typing import Any
 
 from kvproto_conformance.data import sentence
 from kvproto_conformance.html import explained
-from kvproto_conformance.report import GOOD, headline, text
+from kvproto_conformance.report import GOOD, headline, text, unasked
 from kvproto_conformance.run import PROTOCOL, Result
 from kvproto_conformance.testee import NOT_ASKED
 
@@ -44,7 +44,7 @@ class Progress:
 
 def verdict(report: Json, every: bool) -> None:
     """Print failures and what is not as it SHOULD be, then counts, then the verdict."""
-    bad = [row for row in report["results"] if row["status"] not in GOOD and row["status"] != "known"]
+    bad = [row for row in report["results"] if row["status"] not in (*GOOD, "known", "unasked")]
     odd = [row for row in report["results"] if row["status"] == "nonstrict"]
     for row in [*bad, *odd] if every else [*bad[:_FIRST], *odd[:_FIRST]]:
         clause = sentence(row["clause"])
@@ -57,8 +57,13 @@ def verdict(report: Json, every: bool) -> None:
         print(f"... and {len(bad) - _FIRST:,} more; --all prints them, --html and --report keep them\n")
     for line in report["complaints"]:
         print(f"baseline: {line}")
-    count = Counter(row["status"] for row in report["results"])
-    print(", ".join(f"{number:,} {status}" for status, number in count.items()) + f", in {report['seconds']:.1f} s")
+    count = Counter(row["status"] for row in report["results"] if row["suite"] != PROTOCOL)
+    beside = Counter(row["status"] for row in report["results"] if row["suite"] == PROTOCOL)
+    print(f"{_counts(count)}, in {report['seconds']:.1f} s")
+    if beside:
+        print(f"beside them, about the testee itself and with numbers that no vector has: {_counts(beside)}")
+    for line in unasked(report):
+        print(line)
     broken = {row["id"]: [w["got"].get("broken", "") for w in row.get("wrong", ())] for row in report["results"]}
     skipped = {id_: each for id_, why in broken.items() for each in why if each.startswith(NOT_ASKED)}
     if skipped:
@@ -68,10 +73,12 @@ def verdict(report: Json, every: bool) -> None:
         print(f"{report['left_out']:,} cases of the claim were not asked")
         for what, cases in report.get("wanting", {}).items():
             print(f"    {cases:,} of them need {what}")
-    if beside := sum(row["suite"] == PROTOCOL for row in bad):
-        print(f"{beside:,} questions about the testee itself, or with numbers that no vector has, were answered wrong")
     colour = {"conformant": "32", "incomplete": "33"}.get(report["verdict"], "31")
     print(f"{_painted(report['verdict'], colour)}: {headline(report)}")
+
+
+def _counts(count: Counter[str]) -> str:
+    return ", ".join(f"{number:,} {status}" for status, number in count.items())
 
 
 def wrong(each: Json) -> None:

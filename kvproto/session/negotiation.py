@@ -55,15 +55,23 @@ def negotiate(sink: Terms, source: Terms) -> Chosen:
     return Chosen(*version, tuple(sorted(set(sink.offered) & set(source.offered))))
 
 
-def check_welcome(terms: Terms, welcome: Welcome) -> None:
-    """Raise RemoteError(FEATURE_MISSING) for a version or feature that was not offered (KVP-NEG-CHECK)."""
-    version, features, bug = welcome.version, set(welcome.features), "this is a bug of the source"
+_BUG = "this is a bug of the source"
+
+
+def check_version(terms: Terms, welcome: Welcome) -> None:
+    """Raise RemoteError(FEATURE_MISSING) for a version that was not offered (KVP-NEG-CHECK)."""
+    version = welcome.version
     if not any(v.major == version.major and v.min_minor <= version.minor <= v.max_minor for v in terms.versions):
         mine, yours = _ranges(terms.versions), f"{version.major}.{version.minor}"
-        raise RemoteError(ErrorCode.FEATURE_MISSING, "version", mine, yours, bug)
+        raise RemoteError(ErrorCode.FEATURE_MISSING, "version", mine, yours, _BUG)
+
+
+def check_features(terms: Terms, welcome: Welcome) -> None:
+    """Raise RemoteError(FEATURE_MISSING) for a feature that was not offered, or one that is needed (KVP-NEG-CHECK)."""
+    features = set(welcome.features)
     if not set(terms.needed) <= features <= set(terms.offered):
         mine, yours = _names(terms.offered), _names(welcome.features)
-        raise RemoteError(ErrorCode.FEATURE_MISSING, "features", mine, yours, bug)
+        raise RemoteError(ErrorCode.FEATURE_MISSING, "features", mine, yours, _BUG)
 
 
 def greased(terms: Terms, seed: int) -> Terms:

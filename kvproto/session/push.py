@@ -65,6 +65,9 @@ class Delivery(Extension):
     def begin(self, attempt: SinkAttempt, unpacker: Unpacker | None) -> None:
         """Called before the Transfer of an attempt is sent."""
 
+    def check_end(self, attempt: SinkAttempt) -> None:
+        """Raise UNEXPECTED_MESSAGE if Done comes before the end of a stream (KVP-STG-EARLY)."""
+
     def finish(self, attempt: SinkAttempt) -> bool:
         """Whether every byte of an attempt that is Done is here; raises KvprotoError if something went wrong."""
         return True
@@ -96,6 +99,7 @@ class DoneHandler(Extension):
             check_whole(attempt)
             check_outcome(attempt.described, self._session.features, message)
             attempt.delivery.begin_at(attempt, check_begins(attempt, message.begins))
+            attempt.delivery.check_end(attempt)
             transfers.settled(attempt)
             attempt.done = message
             self._session.move(attempt, "Done")

@@ -120,12 +120,12 @@ class Owner(Extension):
             return
         self._session.step("Registered")
         try:
-            _check_routes(message, owned.described)
             if message.epoch != owned.number:
                 mine, yours = str(owned.number), str(message.epoch)
                 raise RemoteError(ErrorCode.OUT_OF_RANGE, "epoch", mine, yours, "answer the epoch of the Register")
-            if owned.take is not None:
-                owned.delivery = owned.take(owned, message)
+            delivery = owned.take(owned, message) if owned.take is not None else None
+            _check_routes(message, owned.described)
+            owned.delivery = delivery
         except RemoteError as error:
             self._session.give_up(error)
             return

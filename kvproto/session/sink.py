@@ -15,7 +15,7 @@ from kvproto.session.endpoint import Endpoint
 from kvproto.session.error_fields import refused
 from kvproto.session.inline import SinkInline
 from kvproto.session.intent import SinkIntent
-from kvproto.session.negotiation import LIMITS, Terms, check_welcome, greased
+from kvproto.session.negotiation import LIMITS, Terms, check_features, check_version, greased
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull
 from kvproto.session.push import Delivery, DoneHandler, SinkPush
@@ -135,12 +135,11 @@ class SinkSession(Session):
             return
         self.session = message.session
         try:
-            check_welcome(self._terms, message)
-            self._check_place(message)
-            self._check_run(message)
+            self._check(message)
         except RemoteError as error:
             self.give_up(error)
             return
+        self.host.runs[message.engine, message.replica, message.rank] = message.incarnation
         self._met(Party(message.engine, message.replica, message.rank, message.incarnation))
         self.features, self.limits, self.minor = tuple(message.features), message.limits, message.version.minor
         self.endpoints = {e.rank: e.address for e in message.endpoints}
@@ -168,24 +167,27 @@ class SinkSession(Session):
         else:
             super().refused(message, now)
 
-    def _check_place(self, message: m.Welcome) -> None:
-        """Raise WRONG_PEER if another engine, replica or rank than the expected one listens at the address."""
-        if self._replica is not None and self._replica != (message.engine, message.replica):
-            mine, yours = "{} replica {}".format(*self._replica), f"{message.engine} replica {message.replica}"
-            advice = f"another engine listens at {self.conn}: correct the address"
-            raise RemoteError(ErrorCode.WRONG_PEER, "engine", mine, yours, advice)
-        if self._rank not in (None, message.rank):
-            mine, yours, advice = f"rank {self._rank} at {self.conn}", f"rank {message.rank}", "correct `endpoints`"
-            raise RemoteError(ErrorCode.WRONG_PEER, "rank", mine, yours, advice)
+    def _check(self, message: m.Welcome) -> None:
+        """Raise the first fault of a Welcome, by ascending field id.
 
-    def _check_run(self, message: m.Welcome) -> None:
-        """Raise SUPERSEDED if a later run of this rank has answered before (KVP-SES-OLDER)."""
-        place = message.engine, message.replica, message.rank
-        held = self.host.runs.get(place, 0)
-        if message.incarnation < held:
-            advice = f"an earlier run listens at {self.conn}: end it"
-            raise RemoteError(ErrorCode.SUPERSEDED, "incarnation", str(held), str(message.incarnation), advice)
-        self.host.runs[place] = message.incarnation
+        FEATURE_MISSING for what was not offered, or is needed (KVP-NEG-CHECK); WRONG_PEER if another engine, rank or
+        replica than the expected one listens at the address; SUPERSEDED if a later run of this rank has answered before
+        (KVP-SES-OLDER).
+        """
+        check_version(self._terms, message)
+        engine, replica = self._replica or (message.engine, message.replica)
+        rank = message.rank if self._rank is None else self._rank
+        held, there = self.host.runs.get((engine, replica, rank), 0), f"listens at {self.conn}"
+        rows = (
+            ("engine", ErrorCode.WRONG_PEER, engine, message.engine, f"another engine {there}: correct the address"),
+            ("incarnation", ErrorCode.SUPERSEDED, held, message.incarnation, f"an earlier run {there}: end it"),
+            ("rank", ErrorCode.WRONG_PEER, rank, message.rank, "correct `endpoints`"),
+            ("replica", ErrorCode.WRONG_PEER, replica, message.replica, f"another {there}: correct the address"),
+        )
+        for path, code, mine, yours, advice in rows:
+            if message.incarnation < held if path == "incarnation" else mine != yours:
+                raise RemoteError(code, path, str(mine), str(yours), advice)
+        check_features(self._terms, message)
 
     def reachable(self, endpoints: tuple[m.Endpoint, ...] | None) -> None:
         if endpoints is not None:

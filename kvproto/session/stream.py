@@ -38,8 +38,11 @@ class StreamReader(Protocol):
     def open(self, sequence: int, packer: Any) -> None:
         """Expect a stream."""
 
+    def check_end(self, sequence: int) -> None:
+        """Raise UNEXPECTED_MESSAGE if some of a stream has not come yet (KVP-STG-EARLY)."""
+
     def finish(self, sequence: int) -> bool:
-        """End a stream; whether all is unpacked. Raises KvprotoError if bytes are missing (KVP-STG-END)."""
+        """Whether all of a stream is unpacked (KVP-STG-END); raises KvprotoError if something went wrong."""
 
     def close(self, sequence: int) -> bool:
         """Discard a stream; whether nothing of it is being unpacked any more."""
@@ -171,6 +174,9 @@ class SinkStream(SinkPush):
         elif self._begins[key] != begins:
             mine, yours = (str(dict(sorted(each.items()))) for each in (self._begins[key], begins))
             raise RemoteError(ErrorCode.BAD_GRANT, "begins", mine, yours, "state in Done what the first piece states")
+
+    def check_end(self, attempt: SinkAttempt) -> None:
+        self._reader.check_end(attempt.sequence)
 
     def finish(self, attempt: SinkAttempt) -> bool:
         return self._reader.finish(attempt.sequence)

@@ -196,8 +196,11 @@ class Receiver(Protocol):
     def open(self, sequence: int, packer: Packer) -> None:
         """Expect the stream of a transfer."""
 
+    def check_end(self, sequence: int) -> None:
+        """Raise UNEXPECTED_MESSAGE if some of the stream has not come yet."""
+
     def finish(self, sequence: int) -> bool:
-        """Whether all is unpacked, when no more bytes come; raises KvprotoError if bytes are missing."""
+        """Whether all is unpacked, when no more bytes come; raises KvprotoError if something went wrong."""
 
     def close(self, sequence: int) -> bool:
         """Discard the stream; returns whether nothing is being unpacked any more."""

@@ -163,8 +163,12 @@ def read_head(frame: Buffer) -> Head:
     ids: dict[str, int] = {}
     cls = None
     trace: list[tuple[int, str, Any]] = []
+    if len(frame) >= tables.HEADER_BYTES:
+        magic, major, _, number, *_ = _ENVELOPE.unpack_from(frame)
+        cls = _KNOWN.get((magic, major, number))
     try:
-        cls = message_class(frame)
+        message_class(frame)
+        assert cls is not None  # of an envelope that is not refused
         read_whole(cls.__name__, memoryview(frame)[tables.HEADER_BYTES :], trace)
     except WireError:
         pass

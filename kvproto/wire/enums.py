@@ -175,7 +175,7 @@ class ErrorCode(IntEnum):
     VERIFY_FAILED = 0x040B, "state", "give-up", "The bytes that arrived are not the bytes that were sent."
     DEADLINE = 0x040C, "state", "give-up", "The time allowed for this has passed."
     STATE_POSITION = 0x040D, "state", "give-up", "The source does not have the state after exactly that many tokens."
-    CREDIT = 0x040E, "state", "reconnect", "Slots or bytes were sent or granted beyond what credit allows."
+    CREDIT = 0x040E, "state", "fix", "Slots or bytes were sent or granted beyond what credit allows."
     TICKET_USED = 0x040F, "state", "give-up", "Another transfer uses the ticket, or has used it."
     NOT_HELD = 0x0410, "state", "give-up", "The source no longer holds the items of the first tokens."
     NOT_ALLOWED = 0x0411, "state", "give-up", "The peer's key may not connect, or may not state this engine, replica, rank or role."

@@ -24,7 +24,7 @@ from toy_engine import serve
 from kvproto.copying.columns import Overlaps
 from kvproto.errors import KvprotoError, LocalError, PlanError, RemoteError
 from kvproto.net.allow_list import Allowed, AllowList
-from kvproto.session import core, descriptions, endpoint, push, sink_endpoint, tickets
+from kvproto.session import core, descriptions, endpoint, push, sink, sink_endpoint, tickets
 from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.error_fields import refusal
 from kvproto.session.inline import SinkInline, SourceInline
@@ -35,15 +35,18 @@ from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
 from kvproto.session.source import SourceSession
 from kvproto.session.source_endpoint import SourceEndpoint
-from kvproto.session.stream import Credits
+from kvproto.session.stream import Credits, SinkStream
 from kvproto.session.table import SessionState
 from kvproto.session.transfers import SinkTransfers, SourceTransfers
 from kvproto.session.watching import WatchEndpoint
+from kvproto.sink.link import SourceLink
 from kvproto.sink.node import SinkNode
 from kvproto.source import prefill
+from kvproto.transport.inline.transport import InlineReceiver
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.shm import memory
 from kvproto.transport.staging.staged import StagedLink, StagedReceiver
+from kvproto.wire import codec
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof
 from kvproto_conformance.live import Result, list_scenarios, run
@@ -87,6 +90,14 @@ def has(where: Any, name: str, instead: Any) -> Callable[[Any], None]:
 def _rotated(adapter: Any, ask: Ask) -> None:
     request, table, cache = adapter.requests[ask["id"]]
     adapter.requests[ask["id"]] = request, {name: [*items[1:], items[0]] for name, items in table.items()}, cache
+
+
+def last_credit(self: SinkInline) -> m.Credit | None:
+    """Credit only once nothing may be sent any more."""
+    if self._came.bytes < self._came.total:
+        return None
+    self._came.total = self._came.bytes + self._streams.window
+    return m.Credit(session=self._session.session, kind=self._streams.kind, total=self._came.total)
 
 
 def page_off_by_one(finish: Any) -> Any:
@@ -567,7 +578,22 @@ FAULTS: dict[str, Fault] = {
             ("LIVE-1265", "Error has"),
         )
     },
-    "Done is the end of any stream": ("sink", has(StagedReceiver, "finish", lambda self, *ids: True), "LIVE-1266", "fetch lost"),
+    **{
+        f"Done is the end of any stream ({id})": ("sink", has(receiver, "check_end", lambda self, id: None), id, "an early Done")
+        for receiver, id in ((StagedReceiver, "LIVE-1266"), (InlineReceiver, "LIVE-827"))
+    },
+    "Credit when the window is used up": ("sink", has(SinkInline, "credit", last_credit), "LIVE-356", "Credit has not come"),
+    "Data waits for Accepted": ("sink", has(SinkTransfers, "mark_accepted", lambda self, attempt: None), "LIVE-949", ""),
+    "the last fault is named": ("sink", has(sink, "check_version", lambda terms, welcome: None), "LIVE-942", "fetch lost by"),
+    "whatever cannot be read is answered": (
+        "sink", has(endpoint, "read_head", lambda frame: codec.Head()), "LIVE-946", "silence",
+    ),
+    "a deadline that nobody keeps": (
+        "sink", has(SourceLink, "give_up_late", lambda self, fetch, now: None), "LIVE-948", "Abort has not come",
+    ),
+    "pages that only the sink writes wait for proof": (
+        "sink", has(SinkStream, "free", lambda self, attempt: attempt.proof == Proof.PROVEN), "LIVE-951", "pages are free",
+    ),
     "a stream goes on after a connection broke": (
         "source", has(SourceInline, "reconnected", lambda self: None), "LIVE-151", "Failed has not come",
     ),

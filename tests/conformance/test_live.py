@@ -15,6 +15,7 @@ import attrs
 import pytest
 import zmq
 
+from kvproto_conformance import engines
 from kvproto_conformance.__main__ import main
 from kvproto_conformance.claims import EXTENSIONS
 from kvproto_conformance.live import __main__ as alone
@@ -22,8 +23,9 @@ from kvproto_conformance.live import list_scenarios, run, scenario
 from kvproto_conformance.live.engine import Engine, EngineFault
 from kvproto_conformance.live.memory import BadHandle
 from kvproto_conformance.live.nixl import Staging, read_handle, write_handle
+from kvproto_conformance.live.peer import Missed
 from kvproto_conformance.live.prefill import PrefillRun
-from kvproto_conformance.live.running import Result
+from kvproto_conformance.live.running import UNSHARED, Result
 from kvproto_conformance.live.scenario import SCENARIOS, Scenario
 from kvproto_conformance.live.wire import Dealer
 from tests.conformance.faulty_engine import FAULTS, found
@@ -35,6 +37,11 @@ SAID = Staging("kvproto-" + "a" * 32, 1 << 40, 2560, 0, 1, 640, b"m" * 300)
 
 def adapter(name: str) -> list[str]:
     return [sys.executable, str(TESTEES / name)]
+
+
+def apart(role: str) -> list[str]:
+    """An engine without memory in common with anybody."""
+    return [sys.executable, str(Path(__file__).with_name("inline_engine.py")), role]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +132,10 @@ def test_a_world_that_an_engine_has_not_is_unsupported() -> None:
     "name",
     [
         "page off by one", "a minor of its own", "begun before the last writer", "a pool is free when it has moved",
-        "the pages of one rank for those of all",
+        "the pages of one rank for those of all", "Credit when the window is used up", "whatever cannot be read is answered",
+        "Done is the end of any stream (LIVE-827)", "the last fault is named",
+        "Data waits for Accepted", "a deadline that nobody keeps",
+        "pages that only the sink writes wait for proof",
         pytest.param("slots are written that nobody granted", marks=NIXL),
     ],
 )  # fmt: skip
@@ -191,26 +201,47 @@ def test_what_the_suite_does_after_a_check_that_failed_is_not_its_fault() -> Non
     assert found == [("fail", "named: it is not so"), ("suite-error", "KeyError: 'lost'")]
 
 
-def test_an_engine_without_shared_memory_is_met_inline(tmp_path: Path) -> None:
-    """The scenarios of the core go by the transport that needs no memory in common."""
-    program = tmp_path / "adapter.py"
-    program.write_text(
-        f"""import sys
-sys.path.insert(0, {str(TESTEES)!r})
-from live_source import Prefill
-from toy_engine import serve
+@pytest.mark.parametrize(
+    ("role", "numbers"),
+    [
+        ("source", "101 112 118 143 409 1031 1032 1614"),
+        ("sink", "335 353 354 811 889 900 913 915 916 920 926 940 1135 1603"),
+    ],
+)
+def test_an_engine_without_shared_memory_is_met_inline(role: str, numbers: str) -> None:
+    """The scenarios go by the transport that needs no memory in common, however often the sink says Credit."""
+    ids = [f"LIVE-{number}" for number in numbers.split()]
+    found = [(r.id, r.status, r.text) for r in run(apart(role), [SCENARIOS[id] for id in ids])]
+    assert found == [(id, "pass", "") for id in ids]
 
-class Apart(Prefill):
-    def on_open(self, ask):
-        if ask["transport"] != "INLINE":
-            raise NotImplementedError("no memory in common")
-        return super().on_open(ask)
 
-serve(Apart())
-"""
-    )
-    chosen = [SCENARIOS[id] for id in ("LIVE-101", "LIVE-112", "LIVE-118", "LIVE-143", "LIVE-409", "LIVE-520")]
-    assert [(r.status, r.text) for r in run([sys.executable, str(program)], chosen)] == [("pass", "")] * len(chosen)
+def test_what_an_engine_without_shared_memory_is_not_asked_is_said_and_not_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, testee = tmp_path / "report", [sys.executable, str(TESTEES / "python_kvproto.py")]
+    words = ["--role", "sink", "--level", "L4", "--suite", "session", "--live-sink", " ".join(apart("sink"))]
+    for only, status in (("LIVE-31", 0), ("LIVE-319", 2)):
+        forms = ["--report", str(path), "--junit", str(tmp_path / "junit")]
+        assert main(["run", *words, "--only", only, *forms, "--allow-incomplete", "--", *testee]) == status
+        made, said = json.loads(path.read_text()), capsys.readouterr().out
+        (unasked,) = [row for row in made["results"] if row["status"] == "unasked"]
+        assert (unasked["id"], made["unasked"]) == ("LIVE-319", {UNSHARED: 1})
+        assert made["passed"] == made["cases"] == (8 if only == "LIVE-31" else 0)
+        assert f"not asked, and not counted: 1 scenarios {UNSHARED}: LIVE-319" in said
+        assert "INLINE, which is not claimed" in said
+        assert UNSHARED in (tmp_path / "junit").read_text()
+
+
+def test_a_result_names_the_clause_that_was_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is another one than that of the scenario."""
+
+    def script(run: PrefillRun) -> None:
+        raise Missed("no Credit", "KVP-INL-CREDIT")
+
+    monkeypatch.setitem(SCENARIOS, "LIVE-101", attrs.evolve(SCENARIOS["LIVE-101"], script=script))
+    case = next(case for case in engines.scenarios() if case.id == "LIVE-101")
+    (found,) = engines.played([case], {"source": adapter("live_source.py")}, lambda _: None, 60.0)
+    assert (found.case.clause, found.wrong[0].expected) == ("KVP-INL-CREDIT", {"clause": "KVP-INL-CREDIT"})
 
 
 def test_scenarios_say_what_they_are_about() -> None:

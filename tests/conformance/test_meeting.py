@@ -266,6 +266,21 @@ def test_today_meets_what_is_kept(
     assert all(right == asked for right, asked in counts)
 
 
+def test_what_a_peer_of_old_could_not_play_is_named(
+    kept: meeting.Kept, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine may lack a world; who reads that 1 of 2 scenarios passed wants to know of the other."""
+    monkeypatch.setattr(meeting, "KEPT", kept.folder.parent)
+    monkeypatch.setattr(meeting, "SESSIONS", {"source": ["LIVE-101", "LIVE-105"]})
+    live = f"{sys.executable} {TESTEES / 'live_torch.py'}"
+    pytest.importorskip("torch")
+    assert main(["meet", "--patience", "20", "--live-source", live, "--", *PRODUCT]) == 0
+    said = capsys.readouterr().out.partition("a peer of old meets the source: ")[2]
+    assert said.startswith("1 of 2 scenarios")
+    assert "unsupported  LIVE-105" in said
+    assert "the adapter answers open by unsupported" in said
+
+
 @pytest.mark.parametrize("later", LATER[:-1], indirect=True, ids="-".join, scope="module")
 def test_a_later_version_meets_what_is_kept(kept: meeting.Kept, later: Later) -> None:
     """What it still has to say to an engine of the candidate, and its answers to the candidate's vectors."""

@@ -257,6 +257,13 @@ def test_list_and_show(capsys: Said) -> None:
     assert "0006  06 02                       @type = 0x0206" in capsys.readouterr().out
     assert main(["show", "LIVE-122"]) == 0
     assert 'drained = sink.ask("Abort", "Drained"' in capsys.readouterr().out
+    assert main(["show", "LIVE-845"]) == 0
+    said = capsys.readouterr().out
+    assert "over SHM, or over INLINE where it has no SHM" in said
+    assert "def _unlike(" in said
+    assert "peer.welcome: Hear Hello and answer Welcome" in said
+    assert main(["show", "LIVE-872"]) == 0
+    assert "# code = 'WRONG_PEER'" in capsys.readouterr().out
 
 
 def test_bytes_are_explained_up_to_what_is_wrong(capsys: Said) -> None:

@@ -167,7 +167,7 @@ def test_done_before_the_last_data_loses_the_transfer() -> None:
     world.ask()
     world.data(0, STREAM[:SIZE])
     world.serve()
-    assert world.lost() == [(ErrorCode.OUT_OF_RANGE, Proof.PROVEN)]
+    assert world.lost() == [(ErrorCode.UNEXPECTED_MESSAGE, Proof.PROVEN)]
     world.still_serves()
 
 

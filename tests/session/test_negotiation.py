@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from kvproto.errors import RemoteError
-from kvproto.session.negotiation import Terms, check_welcome, greased, negotiate
+from kvproto.session.negotiation import Terms, check_features, check_version, greased, negotiate
 from kvproto.wire import decode, tables
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Endpoint, Hello, Limits, Version, VersionRange, Welcome
@@ -54,16 +54,17 @@ def welcome(**changes: Any) -> Welcome:
 def test_welcome_may_choose_only_what_was_offered() -> None:
     """KVP-NEG-CHECK."""
     mine = Terms((Feature.VERIFY, Feature.PULL), (Feature.VERIFY,))
-    check_welcome(mine, welcome())
-    check_welcome(mine, welcome(features=(Feature.VERIFY, Feature.PULL)))
-    for changes, path in (
-        ({"version": Version(major=1, minor=1)}, "version"),
-        ({"version": Version(major=2, minor=0)}, "version"),
-        ({"features": (Feature.VERIFY, Feature.INTENT)}, "features"),
-        ({"features": (Feature.PULL,)}, "features"),
+    check_version(mine, welcome())
+    for features in ((Feature.VERIFY,), (Feature.VERIFY, Feature.PULL)):
+        check_features(mine, welcome(features=features))
+    for check, changes, path in (
+        (check_version, {"version": Version(major=1, minor=1)}, "version"),
+        (check_version, {"version": Version(major=2, minor=0)}, "version"),
+        (check_features, {"features": (Feature.VERIFY, Feature.INTENT)}, "features"),
+        (check_features, {"features": (Feature.PULL,)}, "features"),
     ):
         with pytest.raises(RemoteError) as caught:
-            check_welcome(mine, welcome(**changes))
+            check(mine, welcome(**changes))
         assert (caught.value.code, caught.value.path) == (ErrorCode.FEATURE_MISSING, path)
 
 

@@ -243,7 +243,7 @@ def test_done_before_the_last_chunk_loses_the_transfer() -> None:
     world.chunk(0, 0, SLOT)
     world.serve()
     world.happen()
-    assert world.lost() == [(ErrorCode.OUT_OF_RANGE, Proof.PROVEN)]
+    assert world.lost() == [(ErrorCode.UNEXPECTED_MESSAGE, Proof.PROVEN)]
 
 
 def test_what_cannot_be_unpacked_loses_the_transfer() -> None:

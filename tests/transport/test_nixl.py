@@ -94,7 +94,7 @@ def staged_sink(conn: Connection, transports: str, seed: int) -> None:
         receiver = StagedReceiver(staging)
         receiver.open(1, PackedStream(made, "sink", {0: memoryview(pages)}))
         conn.send(staging.region(0))
-        while not receiver.complete(1):
+        while not receiver.finish(1):
             if credit := receiver.credit(1):
                 conn.send(credit)
             receiver.chunk(conn.recv())

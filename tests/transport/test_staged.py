@@ -113,7 +113,7 @@ def test_streams_arrive_whole_in_any_order_of_events(own: int, theirs: int, size
     for i, memory in enumerate(got):
         world.receiver.open(i + 1, Bytes(memory, world.events))
     wire: list[Chunk | Credit] = []
-    while not all(world.receiver.complete(i + 1) for i in range(len(sent))):
+    while not all(world.receiver.finish(i + 1) for i in range(len(sent))):
         act = rng.randrange(4)
         if act == 0 and (credit := world.receiver.credit(1)):
             wire.append(credit)
@@ -174,7 +174,7 @@ def test_an_empty_stream_has_no_chunk() -> None:
     world.receiver.open(1, Bytes(bytearray(), world.events))
     assert sender.step() == []
     assert sender.done
-    assert world.receiver.complete(1)
+    assert world.receiver.finish(1)
 
 
 def test_abort_with_patience_is_proven_and_gives_the_slots_back() -> None:
@@ -253,7 +253,7 @@ def test_chunks_that_are_refused(change: dict[str, int], code: ErrorCode, path: 
         world.receiver.chunk(attrs.evolve(CHUNK, **change))
     world.receiver.chunk(attrs.evolve(CHUNK, slot=1))  # and it goes on
     world.happen()
-    assert not world.receiver.complete(1)
+    assert not world.receiver.finish(1)
 
 
 def test_a_slot_is_used_once_per_grant() -> None:
@@ -288,7 +288,7 @@ def test_an_unpack_that_fails_is_told_by_its_transfer() -> None:
     world.receiver.chunk(CHUNK)
     world.events[-1].error = LocalError(ErrorCode.TRANSPORT_FAILED, "")
     with pytest.raises(KvprotoError):
-        world.receiver.complete(1)
+        world.receiver.finish(1)
 
 
 class Broken(Bytes):
@@ -306,7 +306,7 @@ def test_an_unpack_that_cannot_begin_is_told_by_its_transfer_and_gives_its_slot_
     world.receiver.open(1, Broken(bytearray(7), world.events))
     world.receiver.chunk(attrs.evolve(CHUNK, last=True))
     with raises(KvprotoError, code=ErrorCode.TRANSPORT_FAILED):
-        world.receiver.complete(1)
+        world.receiver.finish(1)
     assert returned(world) == [0]
 
 
@@ -339,12 +339,12 @@ def test_too_few_slots(slots: int, size: int) -> None:
 
 
 def test_a_stream_that_ends_early_is_refused() -> None:
-    """KVP-STG-END"""
+    """KVP-STG-EARLY"""
     world = granted()
     world.receiver.chunk(CHUNK)
     world.happen()
-    with raises(KvprotoError, code=ErrorCode.OUT_OF_RANGE, path="bytes"):
-        world.receiver.finish(1)
+    with raises(KvprotoError, code=ErrorCode.UNEXPECTED_MESSAGE, path="sequence"):
+        world.receiver.check_end(1)
 
 
 def test_a_stream_is_done_only_when_its_last_chunk_was_handed_out() -> None:

@@ -89,13 +89,14 @@ def binds(clause: Clause, side: str) -> bool:
 
 
 def as_json(facts: Facts) -> str:
-    """Every clause as JSON: its page, profile, role, key word and error, and its sentence."""
+    """Every clause as JSON: its page, profile, role, key word, the sides that keep it, its error, and its sentence."""
     rows = {
         c.id: {
             "page": c.page,
             "profile": c.profile,
             "role": c.role,
             "keyword": c.keyword,
+            "binds": [side for side in ("source", "sink") if binds(c, side)],
             "error": c.error or "",
             "text": " ".join(c.text.split()),
         }

@@ -243,21 +243,23 @@ def _smallest(facts: Facts) -> list[str]:
     """Clauses, messages and commands of the smallest engines, on one host and between two."""
     known = clauses(facts).values()
     core = {name for name, row in facts["profile"].items() if row["kind"] == "core"}
-    apart = core | _needed("inline", facts) | _needed("curve", facts)
-    here, there = (
+    inline = core | _needed("inline", facts)
+    here, unshared, there = (
         {side: sum(binds(clause, side) for clause in known if clause.profile in which) for side in ("source", "sink")}
-        for which in (core, apart)
+        for which in (core, inline, inline | _needed("curve", facts))
     )
+    title = {name: facts["profile"][name]["title"] for name in ("inline", "curve")}
     names = [name for name, message in facts["message"].items() if "feature" not in message]
     return [
         f"The smallest source keeps {here['source']} clauses and the smallest sink {here['sink']}, of {len(known)} in all; both have"
         f" {len(names)} messages: {', '.join(names)}.",
-        f"Between two hosts, without memory that both map, *{facts['profile']['inline']['title']}* and"
-        f" *{facts['profile']['curve']['title']}* come with it: {there['source']} and {there['sink']} clauses, all of them stable.",
+        "",
+        f"Shared memory (SHM) is not required: in its place *{title['inline']}* (INLINE) is enough, with {unshared['source']} and"
+        f" {unshared['sink']} clauses. Such an engine claims `inline`; without the claim, wrong Data and Credit are not tried. On one host no keys are needed; between two, *{title['curve']}* come with INLINE:"
+        f" {there['source']} and {there['sink']} clauses, all of them stable.",
         "",
         "```",
-        "kvproto-conformance run --role source --level L4 --live-source ./my-adapter -- ./my-testee",
-        "kvproto-conformance run --role sink --level L4 --live-sink ./my-adapter -- ./my-testee",
+        "kvproto-conformance clauses --role sink   # the clauses of a core sink, each with the levels that test it",
         "kvproto-conformance run --role sink --level L4 --extension inline --extension curve --live-sink ./my-adapter -- ./my-testee",
         "```",
         "",

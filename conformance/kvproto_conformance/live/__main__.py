@@ -38,11 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--world", action="append", help="only those of this world; may be given again")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("adapter", nargs="+")
-    asked = parser.parse_args(arguments)
-    claimed, others = chosen_by(asked)
-    chosen = claimed * asked.repeat
+    said = parser.parse_args(arguments)
+    claimed, others = chosen_by(said)
+    chosen = claimed * said.repeat
     by_id, found, checks = {s.id: s for s in chosen}, Counter[str](), 0
-    for result in run(asked.adapter, chosen):
+    for result in run(said.adapter, chosen):
         scenario = by_id[result.id]
         status = "nonstrict" if result.status == "fail" and not scenario.must else result.status
         found[status] += 1
@@ -50,12 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{status:12} {result.id}  {result.seconds:6.2f} s  {scenario.title}", flush=True)
         if result.text:
             print(f"             {result.clause} {result.text}")
+    asked = len(chosen) - found["unasked"]
     nonstrict = f", {found['nonstrict']} nonstrict, as no MUST is broken" if found["nonstrict"] else ""
-    print(f"{found['pass']} of {len(chosen)} scenarios{nonstrict}, {checks} checks")
+    unasked = f", {found['unasked']} more not asked" if found["unasked"] else ""
+    print(f"{found['pass']} of {asked} scenarios{nonstrict}{unasked}, {checks} checks")
     if others:
-        names = ", ".join(sorted({name for each in others for name in needs(each) - {*asked.extension}}))
+        names = ", ".join(sorted({name for each in others for name in needs(each) - {*said.extension}}))
         print(f"not run: {len(others)} that need --extension, of {names}")
-    return 0 if chosen and found["pass"] + found["nonstrict"] == len(chosen) else 1
+    return 0 if asked and found["pass"] + found["nonstrict"] == asked else 1
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def _checked(line: bytes, seq: int, op: str) -> Json:
     if not isinstance(answer, dict) or answer.get("seq") != seq:
         raise EngineFault("garbage", f"an answer to {op} with seq {seq}, not {line[:80]!r}")
     if "unsupported" in answer:
-        raise Unsupported(str(answer["unsupported"]))
+        raise Unsupported(f"the adapter answers {op} by unsupported")
     if not isinstance(answer.get("ok", answer.get("err")), dict):
         raise EngineFault("garbage", f"neither ok nor err nor unsupported: {line[:80]!r}")
     return answer

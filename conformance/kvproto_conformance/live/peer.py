@@ -159,14 +159,15 @@ class Peer:
         return self.expect(*answers, where=lambda f: f["request"] == id, again=sent, clause=clause)
 
     def silence(self, seconds: float, but: tuple[str, ...] = ()) -> list[Frame]:
-        """What is received within this time, except for frames of these names."""
+        """What is received within this time, except for frames of these names; a sink may send Credit at any time."""
         end, found = time.monotonic() + seconds, list(self.heard)
         while (left := end - time.monotonic()) > 0:
             frame = self.hear(left)
             if frame is not None:
                 found.append(frame)
-        self.heard = [frame for frame in found if frame.name in but]
-        return [frame for frame in found if frame.name not in but]
+        kept = ("Credit", *but)
+        self.heard = [frame for frame in found if frame.name in kept]
+        return [frame for frame in found if frame.name not in kept]
 
     def over(self) -> None:
         """Note that the session has ended; the next message on this connection begins another."""

@@ -71,8 +71,10 @@ class Sink(Peer):
         """Of the latest Register; not 1 at first, which an engine could say without reading it."""
         self.window = WINDOW
         """The bytes of Data that may be on their way."""
-        self.credit = 0
-        self.counted = 0
+        self.credit = self.counted = 0
+        """What the latest epoch has granted and received, in bytes of Data."""
+        self.first: int | None = None
+        """The first epoch of the session."""
         self.used: set[tuple[str, int]] = set()
 
     def hello(self) -> Json:
@@ -90,6 +92,7 @@ class Sink(Peer):
         id = sent.fields["request"]
         found = self.expect("Welcome", where=lambda f: f["request"] == id, again=sent, clause="KVP-NEG-CHOOSE")
         self.session, self.source_rank = found.fields["session"], int(found.fields["rank"])
+        self.first, self.counted = None, 0
         listed = {e["rank"]: e["address"] for e in found.fields["endpoints"]}
         if found.fields["engine"] != "engine" or found.fields["rank"] not in listed:
             raise Missed(
@@ -163,6 +166,7 @@ class Sink(Peer):
             raise Missed("Registered with other routes or another plan digest", "KVP-REG-CHECK")
         if (found.fields["epoch"], found.fields["transport"]) != (str(self.epoch), self.transport):
             raise Missed(f"Registered names {found.fields['transport']} and epoch {found.fields['epoch']}")
+        self.first = self.epoch if self.first is None else self.first
         self.open_credit()
         return found
 
@@ -170,7 +174,7 @@ class Sink(Peer):
         """Register other memory under the next epoch; requests from now on go there."""
         if self.memory is not None:
             self.old.append(self.memory)
-        self.epoch += 1
+        self.epoch, self.counted = self.epoch + 1, 0
         self.allocate()
         return self.register()
 
@@ -181,8 +185,13 @@ class Sink(Peer):
     def open_credit(self) -> None:
         """Let the source send, where the transport needs that."""
         if self.transport == "INLINE":
-            self.credit = self.counted + self.window
-            self.send("Credit", kind="INLINE", total=str(self.credit))
+            self.grant_bytes()
+
+    def grant_bytes(self) -> None:
+        """Grant what has come, and a window; the first epoch of a session need not be named (KVP-EPO-CREDIT)."""
+        self.credit = self.counted + self.window
+        epoch = None if self.epoch == self.first else str(self.epoch)
+        self.send("Credit", kind="INLINE", total=str(self.credit), epoch=epoch)
 
     def count_anew(self) -> None:
         """Let the source send again after the session was resumed, which counts bytes from 0."""
@@ -301,8 +310,7 @@ class Sink(Peer):
         if self.counted > self.credit:
             raise Missed(f"{self.counted} bytes of Data under a total of {self.credit}", "KVP-INL-BEYOND")
         made.stream += raw
-        self.credit = self.counted + self.window
-        self.send("Credit", kind="INLINE", total=str(self.credit))
+        self.grant_bytes()
 
     def pieces(self, made: Request) -> list[moving.Piece]:
         """What this rank pair moves for a request, in the order of the stream."""

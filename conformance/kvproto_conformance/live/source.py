@@ -76,11 +76,14 @@ class Source(Peer):
         """Of the regions that the engine has registered."""
         self._maps: list[mmap.mmap] = []
         self.total = self.sent = 0
+        self.damages = False
+        """Whether one bit of what it moves is flipped."""
 
     def welcome(self, **changes: Any) -> Frame:
         """Hear Hello and answer Welcome; returns Hello. A change may be a function of what Hello says."""
         hello = self.expect("Hello", clause="KVP-NEG-VERSION")
         self.session, self.epochs = changes.pop("session", str(secrets.randbits(64) | 1)), {}
+        self.begin_credit()
         chosen = [f for f in hello.fields["offered"] if isinstance(f, str) and f in self.offered]
         theirs = [int(v["max_minor"]) for v in hello.fields["versions"] if v["major"] == str(MAJOR)]
         minor = min([MINOR, *theirs])
@@ -96,6 +99,11 @@ class Source(Peer):
         self.reply(hello, "Welcome", **self.welcomed)
         self.sink_rank = int(hello.fields["rank"])
         return hello
+
+    def begin_credit(self) -> None:
+        """Count from 0: what was granted and sent before belongs to an earlier session."""
+        self.heard = [frame for frame in self.heard if frame.name != "Credit"]
+        self.total = self.sent = 0
 
     def describe(self, **changes: Any) -> Frame:
         """Hear Describe, plan, and answer Description; returns Describe."""
@@ -253,12 +261,19 @@ class Source(Peer):
             for region, offset, lo, hi in moving.spans(asked.side, piece.group, piece):
                 held = moving.label(seed, piece.model, piece.layer, piece.name, [piece.row], lo, hi)[0]
                 asked.regions[region][offset : offset + hi - lo] = held
+        if self.damages:
+            piece = asked.moved[len(asked.moved) // 2]
+            region, offset, _, _ = next(moving.spans(asked.side, piece.group, piece))
+            asked.regions[region][offset] ^= 4
 
     def packed(self, asked: Asked, seed: str) -> bytes:
         """The packed stream."""
-        return b"".join(
+        raw = bytearray().join(
             moving.label(seed, p.model, p.layer, p.name, [p.row], p.lo, p.hi).tobytes() for p in asked.moved
         )
+        if self.damages:
+            raw[len(raw) // 2] ^= 4
+        return bytes(raw)
 
     def stream(self, asked: Asked, seed: str, most: int = MOST_DATA) -> None:
         """Send Data under credit, to the end of the stream."""
@@ -274,10 +289,10 @@ class Source(Peer):
         self.sent += len(raw)
         self.send("Data", **asked.of, offset=str(offset), data=raw.hex(), last=last)
 
-    def take_credit(self, least: int) -> None:
+    def take_credit(self, least: int, clause: str = "KVP-INL-CREDIT") -> None:
         """Receive Credits until this many bytes may be sent."""
         while any(frame.name == "Credit" for frame in self.heard) or self.total - self.sent < least:
-            credit = self.expect("Credit", clause="KVP-INL-CREDIT")
+            credit = self.expect("Credit", clause=clause)
             total = int(credit.fields["total"])
             if total < self.total:
                 raise Missed(f"a total of {total} after {self.total}", "KVP-INL-CREDIT")
@@ -299,12 +314,6 @@ class Source(Peer):
         """Send Done."""
         fields = self.done_fields(asked, handoff, seed)
         return self.send("Done", request=self.next_id(), **asked.of, **(fields | changes))
-
-    def flip(self, asked: Asked) -> None:
-        """Flip one bit of what was written."""
-        piece = asked.moved[len(asked.moved) // 2]
-        region, offset, _, _ = next(moving.spans(asked.side, piece.group, piece))
-        asked.regions[region][offset] ^= 4
 
     def acknowledged(self, done: Frame, clause: str = "KVP-TRN-SET") -> Frame:
         """Receive the DoneAck of a Done or Failed."""

@@ -77,6 +77,8 @@ class Watch:
         """The longest body that the suite accepts, in bytes; 0 until it has stated that."""
         self.features: set[str] = set()
         self.state = "idle"
+        self._left = ""
+        """The state in which the suite has said Goodbye."""
         self.transfers: dict[tuple[str, str], str] = {}
         self._requests: dict[tuple[str, str], Frame] = {}
         self._answered: dict[tuple[str, str], str] = {}
@@ -192,8 +194,14 @@ class Watch:
         if frame.name in _OF_TRANSFER:
             key = frame.fields["sequence"]
             self.transfers[key] = self._next(_TRANSFER, self.transfers.get(key, "new"), frame)
-        else:
+        elif not self._crosses(frame):
+            self._left = self.state if (frame.name, frame.sender) == ("Goodbye", SUITE) else ""
             self.state = self._next(_SESSION, self.state, frame)
+
+    def _crosses(self, frame: Frame) -> bool:
+        """Whether this was perhaps sent before the suite's Goodbye was read, and would have moved nothing then."""
+        before = _SESSION.get((self._left, frame.name), ("", []))[0]
+        return frame.sender == ENGINE and self.state == "closed" and before == self._left != ""
 
     def _next(self, rows: dict[tuple[str, str], tuple[str, list[str]]], state: str, frame: Frame) -> str:
         to, needed = rows.get((state, frame.name), (None, []))

@@ -65,7 +65,7 @@ static void hear(Session *session, const uint8_t *frame, size_t size) {
         int kind = kind_of(frame, size);
         begin_path();
         if (kind >= 0 && size > HEADER) read_ids(frame, size, &id, &request);
-        if (kind >= 0 && kind != L_Error && session->state != CLOSED && (layout || is_request(kind))) say_error(session, &id, &request, LAYOUTS[kind].type);
+        if (kind != L_Error && session->state != CLOSED && (layout || kind < 0 || is_request(kind))) say_error(session, &id, &request, kind < 0 ? 0 : LAYOUTS[kind].type);
         if (layout && (kind == L_Welcome || kind == L_Description || kind == L_Registered)) { /* nothing can come of this session */
             session->source->failed = strcmp(code, "SUPERSEDED") ? code_named(code) : NULL;
             end_session(session, code_named(code), true);

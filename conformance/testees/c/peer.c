@@ -155,13 +155,15 @@ static void form_refusal(Text *json) { /* what was refused last; fields that fol
     form_quoted(json, "mine", mine_text);
     form_quoted(json, "yours", yours_text);
 }
-static void say_error(Session *session, const Node *id, const Node *request, unsigned about) {
-    Text json = {0};
-    form(&json, "{\"about\": \"%u\"", about);
-    if (id->kind) form(&json, ", \"session\": \"%llu\"", (unsigned long long)id->number);
-    if (request->kind) form(&json, ", \"request\": \"%llu\"", (unsigned long long)request->number);
-    form_refusal(&json);
-    form(&json, "}");
+static void say_error(Session *session, const Node *id, const Node *request, unsigned about) { /* about: a type, or 0 for a frame of none */
+    Text json = {0}, refusal = {0};
+    form(&json, "{");
+    if (about) form(&json, "\"about\": \"%u\", ", about);
+    if (id->kind) form(&json, "\"session\": \"%llu\", ", (unsigned long long)id->number);
+    if (request->kind) form(&json, "\"request\": \"%llu\", ", (unsigned long long)request->number);
+    form_refusal(&refusal);
+    form(&json, "%s}", refusal.text + 2); /* without the comma before it */
+    free(refusal.text);
     notice(session, L_Error, json.text);
     free(json.text);
 }
@@ -208,9 +210,9 @@ static void read_ids(const uint8_t *frame, size_t size, Node *session, Node *req
     add(&where, path, strlen(path));
     free(path);
 }
-static int kind_of(const uint8_t *frame, size_t size) { /* the layout of the message that it says to be; -1 where there is none */
+static int kind_of(const uint8_t *frame, size_t size) { /* the layout of the message that it says to be; -1 for no message that is known (KVP-ERR-SILENT) */
     for (int i = 0; size >= HEADER && !memcmp(frame, "KVPW", 4) && i < COUNT(LAYOUTS); i++)
-        if (LAYOUTS[i].type && LAYOUTS[i].type == number_of(frame + 6, 2, true)) return i;
+        if (LAYOUTS[i].type && LAYOUTS[i].type == number_of(frame + 6, 2, true)) return frame[4] == (LAYOUTS[i].frozen ? 0 : MAJOR) ? i : -1;
     return -1;
 }
 static void begin_path(void) { /* KVP-DSC-PATH */

@@ -109,17 +109,20 @@ static void welcome(Session *session, const Node *map) {
     session->known = true;
     const Node *version = &map->items[field_index(&LAYOUTS[L_Welcome], "version")], *limits = &map->items[field_index(&LAYOUTS[L_Welcome], "limits")];
     if (number(L_Version, version, "major") != MAJOR || number(L_Version, version, "minor") > MINOR) deny("FEATURE_MISSING", "version", "1.0", "another");
+    if (!is(&engine, session->source->name)) deny("WRONG_PEER", "engine", session->source->name, "another");
+    uint64_t rank = number(L_Welcome, map, "rank"), run = number(L_Welcome, map, "incarnation");
+    Met *known = met_before(session->source->name, number(L_Welcome, map, "replica"), session->rank == UINT64_MAX ? rank : session->rank);
+    if (run < known->incarnation) deny("SUPERSEDED", "incarnation", "a later run", "an earlier one");
+    if (session->rank != UINT64_MAX && session->rank != rank) deny("WRONG_PEER", "rank", "that of the endpoint", "another");
+    bool inlined = false;
     for (size_t i = 0; i < features.count; i++) {
         const char *name = name_of(&ENUMS[E_Feature], features.items[i].number);
         bool verify = name && !strcmp(name, "VERIFY") && me.verify, mine = verify || (name && !strcmp(name, "INLINE") && !pool.shared);
         if (!mine) deny("FEATURE_MISSING", "features", "what Hello offered", "more");
         session->verify |= verify;
+        inlined |= !verify;
     }
-    if (!is(&engine, session->source->name)) deny("WRONG_PEER", "engine", session->source->name, "another");
-    uint64_t rank = number(L_Welcome, map, "rank"), run = number(L_Welcome, map, "incarnation");
-    if (session->rank != UINT64_MAX && session->rank != rank) deny("WRONG_PEER", "rank", "that of the endpoint", "another");
-    Met *known = met_before(session->source->name, number(L_Welcome, map, "replica"), rank);
-    if (run < known->incarnation) deny("SUPERSEDED", "incarnation", "a later run", "an earlier one");
+    if (!pool.shared && !inlined) deny("FEATURE_MISSING", "features", "INLINE", "what lacks it");
     known->incarnation = run;
     session->rank = rank;
     session->max_body = number(L_Limits, limits, "max_body");
@@ -270,6 +273,9 @@ static bool has_writer(Session *session) { /* false once no process is left that
 static void registered_by(Session *session, const Node *map) {
     Node request = field(L_Registered, map, "request"), routes = field(L_Registered, map, "routes"), digest = field(L_Registered, map, "plan");
     if (!answered(session, &request, L_Register)) return;
+    if (number(L_Registered, map, "epoch") != 1) deny("OUT_OF_RANGE", "epoch", "1", "another");
+    const char *transport = name_of(&ENUMS[E_Transport], number(L_Registered, map, "transport"));
+    if (!transport || strcmp(transport, pool.shared ? "SHM" : "INLINE")) deny("NO_TRANSPORT", "transport", pool.shared ? "SHM" : "INLINE", "another");
     Text stated = {0}, own = {0};
     form(&stated, "\"routes\": [");
     for (size_t i = 0; i < routes.count; i++) {
@@ -286,9 +292,6 @@ static void registered_by(Session *session, const Node *map) {
     free(stated.text);
     free(own.text);
     if (!same_routes) deny("ROUTE_MISMATCH", "routes", "those of both Descriptions", "others");
-    if (number(L_Registered, map, "epoch") != 1) deny("OUT_OF_RANGE", "epoch", "1", "another");
-    const char *transport = name_of(&ENUMS[E_Transport], number(L_Registered, map, "transport"));
-    if (!transport || strcmp(transport, pool.shared ? "SHM" : "INLINE")) deny("NO_TRANSPORT", "transport", pool.shared ? "SHM" : "INLINE", "another");
     Node process = field(L_Registered, map, "process");
     if (pool.shared && process.kind) watch_writer(session, &process);
     session->state = READY;

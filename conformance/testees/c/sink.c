@@ -47,7 +47,8 @@ static void begin_fetch(const Json *question) {
     fetch->tokens = calloc(fetch->count + 1, sizeof(uint64_t));
     uint64_t n = 0;
     for (const Json *each = tokens->items; each; each = each->next) fetch->tokens[n++] = integer(each, NULL);
-    fetch->over = now() + (double)integer(member(question, "deadline"), NULL) / 1000 + TICKET_WAIT + PATIENCE;
+    fetch->deadline = now() + (double)integer(member(question, "deadline"), NULL) / 1000;
+    fetch->over = fetch->deadline + TICKET_WAIT + PATIENCE;
     for (int g = 0; g < pool.count; g++) {
         const Cache *cache = &pool.caches[g];
         int need = !has_memory(cache) ? 0 : strcmp(cache->kind, "PAGE") ? 1 : (int)((fetch->count + (uint64_t)cache->rows - 1) / (uint64_t)cache->rows);
@@ -202,7 +203,7 @@ static void turn_once(double seconds, bool commands) { /* whatever comes within 
         on_time(polled[i]);
     }
     for (Fetch *each = fetches; each; each = each->next) {
-        if (now() > each->over) give_up(each, "DEADLINE", "its ticket is over"); /* KVP-TRN-ENDLESS */
+        if (now() > given_up_at(each)) give_up(each, "DEADLINE", "its ticket is over");
         start(each);
     }
     give_back();

@@ -60,7 +60,7 @@ static void answer_refused(const char *route, size_t size, int kind, const Node 
     if (!strcmp(code, "UNKNOWN_SESSION") || (kind != L_Hello && !strcmp(code, "SUPERSEDED"))) by_refused = by_failed = false;
     memcpy(sink.route, route, size);
     if (!by_refused && !by_failed) {
-        say_error(&stranger, id, request, LAYOUTS[kind].type);
+        say_error(&stranger, id, request, kind < 0 ? 0 : LAYOUTS[kind].type);
         return;
     }
     Text json = {0};
@@ -113,7 +113,7 @@ static void hear(const char *route, size_t route_size, const uint8_t *frame, siz
         Node id = {0}, request = {0};
         begin_path();
         if (kind >= 0 && size > HEADER) read_ids(frame, size, &id, &request);
-        if (kind >= 0 && kind != L_Error && (layout || is_request(kind))) answer_refused(route, route_size, kind, &id, &request, layout ? &map : NULL);
+        if (kind != L_Error && (layout || kind < 0 || is_request(kind))) answer_refused(route, route_size, kind, &id, &request, layout ? &map : NULL);
     }
     refused = outer;
     give_back();

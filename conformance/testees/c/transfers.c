@@ -11,7 +11,7 @@ typedef struct Fetch {
     char *id, key[33];
     Source *source;
     uint64_t *tokens, count, first;
-    double over; /* ENDLESS: when it is given up */
+    double deadline, over; /* ENDLESS: when it is given up, where a source has not accepted it, and where all have */
     unsigned items[GROUPS][ITEMS];
     int held[GROUPS];
     Attempt *attempts; /* one of each routed rank */
@@ -29,6 +29,11 @@ static bool is_free(const Fetch *fetch) { /* KVP-END-REUSE */
         if (!fetch->attempts[i].session || has_writer(fetch->attempts[i].session)) return false;
     }
     return true; /* inline, nobody but this process writes: what it unpacks no more is free */
+}
+static double given_up_at(const Fetch *fetch) { /* KVP-TRN-ENDLESS */
+    for (size_t i = 0; i < fetch->attempt_count; i++)
+        if (fetch->attempts[i].state < ACCEPTED) return fetch->deadline;
+    return fetch->attempt_count ? fetch->over : fetch->deadline;
 }
 static bool is_settled(const Fetch *fetch) { /* whether no source rank that can still be heard owes an answer to an Abort */
     for (size_t i = 0; i < fetch->attempt_count; i++)
@@ -229,7 +234,7 @@ static void done(Session *session, Fetch *fetch, Attempt *attempt, const Node *m
     uint64_t request = number(L_Done, map, "request");
     if (attempt->state == ASKED || attempt->state == ACCEPTED) {
         check_done(session, map);
-        if (!pool.shared && attempt->unpacked < attempt->length) deny("UNEXPECTED_MESSAGE", "", "the end of the stream first", "Done");
+        if (!pool.shared && attempt->unpacked < attempt->length) deny("UNEXPECTED_MESSAGE", "sequence", "the end of the stream first", "Done"); /* KVP-STG-EARLY */
         Node handoff = field(L_Done, map, "handoff"), checksums = field(L_Done, map, "checksums");
         for (size_t i = 0; i < handoff.count; i++) {
             Node bytes = field(L_HandOff, &handoff.items[i], "data");

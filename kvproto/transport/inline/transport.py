@@ -130,12 +130,14 @@ class InlineReceiver:
         except KvprotoError as fault:  # `finish` tells it
             stream.error = fault.kept()
 
+    def check_end(self, sequence: int) -> None:
+        """Raise UNEXPECTED_MESSAGE if Data is missing (KVP-STG-EARLY)."""
+        self._streams[sequence].check_end()
+
     def finish(self, sequence: int) -> bool:
-        """True, when no more Data comes; raises OUT_OF_RANGE if bytes are missing (KVP-STG-END)."""
-        stream = self._streams[sequence]
-        if stream.error:
-            raise stream.error.again()
-        stream.check_end()
+        """True, as all that came is unpacked; raises what the packer raised."""
+        if error := self._streams[sequence].error:
+            raise error.again()
         return True
 
     def close(self, sequence: int) -> bool:

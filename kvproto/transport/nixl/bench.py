@@ -149,7 +149,7 @@ def _serve(conn: Connection, memory: int, place: str) -> None:
             while True:
                 if (credit := receiver.credit(1)) is not None:
                     conn.send(credit)
-                if receiver.complete(1):
+                if receiver.finish(1):
                     break
                 if conn.poll(None if not receiver.busy else 0):
                     receiver.chunk(conn.recv())

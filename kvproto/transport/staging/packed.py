@@ -134,10 +134,10 @@ class IncomingStream:
         self.at = end
 
     def check_end(self) -> None:
-        """Raise OUT_OF_RANGE if bytes are missing when no more come (KVP-STG-END)."""
+        """Raise UNEXPECTED_MESSAGE if bytes are missing when no more come (KVP-STG-EARLY)."""
         if self.at < self.packer.length:
             mine, yours = f"a stream of {self.packer.length}", f"Done after {self.at}"
-            raise RemoteError(ErrorCode.OUT_OF_RANGE, "bytes", mine, yours, "send all bytes before Done")
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, yours, "send all bytes before Done")
 
 
 class _CompletedCopy(PendingCopy):

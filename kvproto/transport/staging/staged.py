@@ -284,7 +284,7 @@ class StagedReceiver:
         data = self._own.slot(chunk.slot, chunk.bytes)
         try:
             stream.unpacking.append((chunk.slot, stream.packer.unpack(chunk.offset, data)))
-        except KvprotoError as fault:  # `complete` tells it
+        except KvprotoError as fault:  # `finish` tells it
             stream.error = fault.kept()
             self._free.add(chunk.slot)
 
@@ -305,19 +305,17 @@ class StagedReceiver:
     def busy(self) -> bool:
         return any(stream.unpacking for stream in self._streams.values())
 
-    def complete(self, sequence: int) -> bool:
+    def check_end(self, sequence: int) -> None:
+        """Raise UNEXPECTED_MESSAGE if chunks are missing (KVP-STG-EARLY)."""
+        self._streams[sequence].check_end()
+
+    def finish(self, sequence: int) -> bool:
         """Whether every byte of the stream is unpacked; raises what the packer raised."""
         stream = self._streams[sequence]
         self.step()
         if stream.error:
             raise stream.error.again()
         return stream.at == stream.packer.length and not stream.unpacking
-
-    def finish(self, sequence: int) -> bool:
-        """As `complete`, when no more chunks come; raises OUT_OF_RANGE if bytes are missing (KVP-STG-END)."""
-        stream = self._streams[sequence]
-        stream.check_end()
-        return self.complete(sequence)
 
     def close(self, sequence: int) -> bool:
         """Stop a transfer; call again until True, when nothing is being unpacked into its pages any more."""

@@ -342,7 +342,6 @@ def _runs(run: DecodeRun) -> None:
     for later in (0, 4 << 20):
         source.incarnation = first + later
         prompt = run.fetched(source)
-        source.total = source.sent = 0
         source.ready()
         run.deliver(source, run.asked(source, prompt), prompt)
         run.arrived(prompt)

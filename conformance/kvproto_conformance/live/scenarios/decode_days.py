@@ -120,7 +120,6 @@ def _again(run: DecodeRun) -> None:
     run.hand_over([source])
     leave(run, source)
     prompt = run.fetched(source)
-    source.total = source.sent = 0
     source.ready()
     asked = run.asked(source, prompt)
     run.check("begins anew", asked.of["sequence"] == "1", asked.of["sequence"], "KVP-TRN-SEQUENCE")

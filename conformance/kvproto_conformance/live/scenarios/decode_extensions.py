@@ -100,7 +100,7 @@ def _unanswered(run: DecodeRun) -> None:
 
 
 @scenario("LIVE-1121", "pages are named piece by piece", "KVP-SPN-ID", "KVP-SPN-TURN", role="sink", guards=_TIED,
-          extensions=("INTENT", "SPANS"))  # fmt: skip
+          extensions=("INTENT", "SPANS"), maps=True)  # fmt: skip
 def _spans(run: DecodeRun) -> None:
     source, asked, prompt = _intended(run, spans=True)
     early = source.silence(0.1)
@@ -189,8 +189,8 @@ def _counts(run: DecodeRun) -> None:
     run.hand_over([source])
     run.engine.ask("move")
     epoch = source.registered().fields["epoch"]
+    source.begin_credit()
     _credited(source, epoch)
-    source.total = source.sent = 0
     run.hand_over([source])
 
 

@@ -121,8 +121,9 @@ for _id, _what, _change, _code, _path, _codes, _clause, _guards in DONES:
           extensions=("VERIFY",))  # fmt: skip
 def _flipped(run: DecodeRun) -> None:
     source, prompt, asked = run.begun(offered=["VERIFY"])
+    source.damages = True
     source.move(asked, prompt.seed)
-    source.flip(asked)
+    source.damages = False
     source.acknowledged(source.done(asked, run.handed(source, prompt), prompt.seed))
     run.lost(prompt, "VERIFY_FAILED")
     run.hand_over([source])

@@ -120,7 +120,6 @@ def _left(run: DecodeRun, process: Callable[[], Json] | None = None) -> tuple[So
 def _again(run: DecodeRun, source: Source, **registered: Any) -> tuple[Prompt, Asked]:
     """The next session, and a fetch of it that the source has accepted."""
     prompt = run.fetched(source)
-    source.total = source.sent = 0
     source.welcome()
     source.describe()
     source.registered(**registered)
@@ -189,7 +188,7 @@ _LIES: dict[str, Callable[[Json], Json]] = {
 
 
 @scenario("LIVE-913", "a Done that crosses an Abort, of another writer or groups", "KVP-TRN-WRITER", role="sink",
-          guards=_PAGES, level="L4", maps=True)  # fmt: skip
+          guards=_PAGES, level="L4")  # fmt: skip
 def _crosses(run: DecodeRun) -> None:
     source, prompt, asked = run.begun()
     abort = aborted(run, source, prompt)
@@ -218,8 +217,8 @@ def _late(run: DecodeRun) -> None:
     is_free(run, source, prompt, "KVP-SES-OTHER")
 
 
-@scenario("LIVE-915", "Drained that no Abort has asked for", "KVP-SES-STATE", role="sink", guards=_PAGES, level="L4",
-          maps=True)  # fmt: skip
+@scenario("LIVE-915", "Drained that no Abort has asked for", "KVP-SES-STATE", role="sink", guards=_PAGES,
+          level="L4")  # fmt: skip
 def _unasked(run: DecodeRun) -> None:
     source, prompt, asked = run.begun()
     source.ask("Ping", "Pong")  # Accepted has been read
@@ -233,7 +232,7 @@ def _unasked(run: DecodeRun) -> None:
 
 
 @scenario("LIVE-916", "something is proven, and then nothing is: a second Drained", "KVP-SES-ANSWERED", role="sink",
-          guards=_KEPT, level="L4", maps=True)  # fmt: skip
+          guards=_KEPT, level="L4")  # fmt: skip
 def _taken_back(run: DecodeRun) -> None:
     source, prompt, _ = run.begun()
     abort = aborted(run, source, prompt)

@@ -101,7 +101,6 @@ def _one_comes_back(run: DecodeRun) -> None:
     run.fetch(first, after)
     fresh = [first, second] if _begins_anew(first) else [second]
     for source in fresh:
-        source.total = source.sent = 0
         source.welcome()
         source.describe()
     for source in fresh:
@@ -226,7 +225,6 @@ def _older_again(run: DecodeRun) -> None:
     source.incarnation = met
     run.engine.ask("disconnect", engine=source.name)
     run.connect(source)
-    source.total = source.sent = 0
     source.ready()
     run.hand_over([source])
 
@@ -300,7 +298,7 @@ def _not_again(run: DecodeRun) -> None:
         source.acknowledged(source.fail(run.asked(source, prompt), code))
         source.reply(source.expect("Abort", clause="KVP-END-FAILED"), "Drained", proof="PROVEN")
         run.lost(prompt, code)
-    heard = [frame.name for frame in source.silence(0.1, but=("Credit",))]
+    heard = [frame.name for frame in source.silence(0.1)]
     run.check("no Transfer", "Transfer" not in heard, str(heard), "KVP-END-FAILED")
     run.hand_over([source])
 

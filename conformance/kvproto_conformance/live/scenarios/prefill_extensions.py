@@ -127,7 +127,7 @@ def _spans(run: PrefillRun) -> None:
 
 @scenario("LIVE-1023", "rows are computed before prefill is over: Progress says up to where", "KVP-INT-AGAIN",
           guards="Pages of a long prompt are named when prefill is over, as if it had not been handed over in pieces.",
-          extensions=("INTENT", "SPANS"), must=False)  # fmt: skip
+          extensions=("INTENT", "SPANS"), must=False, maps=True)  # fmt: skip
 def _useful(run: PrefillRun) -> None:
     sink, made, prompt = _intended(run)
     run.fill(prompt)
@@ -145,7 +145,7 @@ def _useful(run: PrefillRun) -> None:
 
 @scenario("LIVE-1024", "rows that are computed and granted are written before prefill is over", "KVP-SPN-APPEND",
           guards="Pieces of a long prompt wait for its end, and then all of them are copied at once.",
-          extensions=("INTENT", "SPANS"), must=False)  # fmt: skip
+          extensions=("INTENT", "SPANS"), must=False, maps=True)  # fmt: skip
 def _meanwhile(run: PrefillRun) -> None:
     sink, made, prompt = _intended(run)
     run.fill(prompt)

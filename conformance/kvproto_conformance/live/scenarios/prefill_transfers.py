@@ -54,6 +54,20 @@ def _short(run: PrefillRun) -> None:
     run.hand_over(run.sink().ready(limits=limits))
 
 
+@scenario("LIVE-211", "a sink that says it takes one transfer at a time, and asks for three", "KVP-TRN-BUSY",
+          level="L4", guards="A limit of what the sink is asked is taken for one of what it may ask.")  # fmt: skip
+def _own_limit(run: PrefillRun) -> None:
+    """Only a sink begins transfers: its own `max_transfers` is a limit of nothing."""
+    sink = run.sink().ready(limits={"max_body": str(1 << 24), "max_transfers": "1"})
+    prompts = [run.prompt() for _ in range(3)]
+    for prompt in prompts:
+        run.take(prompt)
+    asked = [run.ask_for(sink, prompt) for prompt in prompts]
+    for made, prompt in zip(asked, prompts, strict=True):
+        run.compute(prompt)
+        run.delivered(sink, made, prompt)
+
+
 _STALE = "A frame from before is taken for one of now."
 _WRITES = "Bytes are written where nobody asked for them: pages of another request are corrupted in silence."
 _WRONG = "A sink of another version, epoch or model is served with bytes that mean something else to it."

@@ -18,10 +18,10 @@ _SILENCE = LIMITS["ping_silence"] / 1000
 def _pinged(run: Run, peer: Peer) -> None:
     """Of a peer that is heard: nothing; of one that is not: Ping."""
     peer.answers_pings = False
-    early = [frame.name for frame in peer.silence(_SILENCE - 1.0, but=("Credit",))]
+    early = [frame.name for frame in peer.silence(_SILENCE - 1.0)]
     run.check("not so soon", "Ping" not in early, "Ping before the peer was silent for long", "KVP-SES-PING")
     peer.ask("Ping", "Pong")
-    early = [frame.name for frame in peer.silence(_SILENCE - 1.0, but=("Credit",))]
+    early = [frame.name for frame in peer.silence(_SILENCE - 1.0)]
     run.check("not to a peer that was heard", "Ping" not in early, "Ping, though it was heard", "KVP-SES-PING")
     ping = peer.expect("Ping", seconds=1.0 + _SLACK, clause="KVP-SES-PING")
     peer.answers_pings = True
@@ -50,10 +50,10 @@ def _source(run: DecodeRun) -> None:
 def _suspect(run: DecodeRun) -> None:
     source, prompt = run.one(), run.prompt()
     source.answers_pings = False
-    source.silence(2 * _SILENCE + _SLACK, but=("Ping", "Credit"))
+    source.silence(2 * _SILENCE + _SLACK, but=("Ping",))
     said = run.engine.answer("fetch", id=prompt.id, key=prompt.key, engine=source.name, deadline=60_000,
                              tokens=prompt.tokens, first=0)  # fmt: skip
-    asked = [frame.name for frame in source.silence(0.3, but=("Ping", "Credit"))]
+    asked = [frame.name for frame in source.silence(0.3, but=("Ping",))]
     run.check("nothing is asked", "Transfer" not in asked, "Transfer to a source that is suspect", "KVP-SES-SUSPECT")
     source.answers_pings = True
     source.reply(source.expect("Ping"), "Pong")

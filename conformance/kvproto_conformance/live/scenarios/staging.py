@@ -8,6 +8,8 @@ from typing import Any
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.scenario import Prompt, scenario
+from kvproto_conformance.live.scenarios.decode_hostile import given_up
+from kvproto_conformance.live.scenarios.decode_streams import refused_early
 from kvproto_conformance.live.source import Asked
 from kvproto_conformance.live.staged import SLOTS, StagedSink, StagedSource
 
@@ -204,14 +206,13 @@ for _id, _what, _second, _code, _path, _clause in CHUNKS:
              extensions=("STAGED",))(_misnamed(_second, _code, _path, _clause))  # fmt: skip
 
 
-@scenario("LIVE-1266", "Done before the last Chunk", "KVP-STG-END", role="sink", guards=_PACKED, level="L4",
-          transport="NIXL", extensions=("STAGED",))  # fmt: skip
+@scenario("LIVE-1266", "Done before the last Chunk", "KVP-STG-EARLY", "KVP-STG-END", role="sink", guards=_PACKED,
+          level="L4", transport="NIXL", extensions=("STAGED",))  # fmt: skip
 def _early(run: DecodeRun) -> None:
     source, prompt, asked = _begun(run)
     assert source.there is not None
     raw = source.packed(asked, prompt.seed)
     source.put(asked, 0, raw[: min(len(raw) // 2, source.there.slot)], False)
     done = source.done(asked, run.handed(source, prompt), prompt.seed)
-    source.expect("Error", "DoneAck", where=lambda f: f.get("request") == done.fields["request"], seconds=6.0)
-    run.lost(prompt, "OUT_OF_RANGE", "UNEXPECTED_MESSAGE", "PEER_LOST")
-    run.hand_over([source])
+    refused_early(source, done)
+    given_up(run, source, prompt, ("UNEXPECTED_MESSAGE",))
