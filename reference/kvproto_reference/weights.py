@@ -43,7 +43,9 @@ class Weights:
         path, piece = self._read(name, shape, part)
         if piece.dtype == torch.int8:
             if (scales := name + SCALES) not in self._file_of:
-                raise EngineError(f"checkpoint weights {path}: {name} is {piece.dtype}, and there is no tensor {scales}")
+                raise EngineError(
+                    f"checkpoint weights {path}: {name} is {piece.dtype}, and there is no tensor {scales}"
+                )
             rows = (*shape[:-1], 1)
             return piece * self._read(scales, rows, None if part is None else (*part[:-1], slice(1)))[1]
         if not piece.is_floating_point() or piece.element_size() < 2:
