@@ -91,7 +91,7 @@ def _sink(conn: Connection, end: socket.socket, chunk: int, slots: int, blocks: 
 def _receive(conn: Connection, notices: Notices, receiver: StagedReceiver, sequence: int, packer: Any) -> None:
     receiver.open(sequence, packer)
     conn.send(None)
-    while not receiver.complete(sequence):
+    while not receiver.finish(sequence):
         if (credit := receiver.credit(1)) is not None:
             notices.send(credit)
         if (chunk := notices.receive()) is not None:

@@ -62,7 +62,7 @@ def sink(conn: Connection, slot_bytes: int) -> None:
             sequence, run, number = asked
             receiver.open(sequence, PackedStream(program(run, number), "sink", {0: memoryview(pages)}))
             conn.send(None)
-            while not receiver.complete(sequence):
+            while not receiver.finish(sequence):
                 if (credit := receiver.credit(1)) is not None:
                     conn.send(credit)
                 receiver.chunk(conn.recv())

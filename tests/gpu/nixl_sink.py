@@ -78,7 +78,7 @@ def receive(
     memory: dict[int, DeviceMemory],
 ) -> None:  # fmt: skip
     receiver.open(sequence, place.packer(program, "sink", memory))
-    while not receiver.complete(sequence):
+    while not receiver.finish(sequence):
         if (credit := receiver.credit(1)) is not None:
             conn.send(credit)
         if conn.poll(0):
