@@ -190,7 +190,7 @@ def fingerprint(folder: Path) -> str:
 def shipped_head(form: str, target: Path) -> Path:
     """The folder of the shipped head of a form that was trained for a target; raises EngineError if there is none."""
     own, others = fingerprint(target), list[str]()
-    for folder in sorted(CHECKPOINTS.iterdir()):
+    for folder in sorted(path.parent for path in CHECKPOINTS.glob(f"*/{CONFIG_FILE}")):
         reads = load_config(folder).head
         if reads is not None and reads.form == form:
             if reads.target == own:
