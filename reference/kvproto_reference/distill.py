@@ -11,7 +11,7 @@ import ast
 import json
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -148,9 +148,9 @@ def docstrings() -> Iterator[str]:
                 yield text
 
 
-def beginnings(tokenizer: Tokenizer) -> Tensor:
-    """[beginnings, BEGUN] tokens of docstrings, cut anywhere."""
-    each = (tokenizer.encode(text.encode()) for text in docstrings())
+def beginnings(tokenizer: Tokenizer, texts: Iterable[str]) -> Tensor:
+    """[beginnings, BEGUN] tokens of texts, cut anywhere."""
+    each = (tokenizer.encode(text.encode()) for text in texts)
     return torch.tensor([ids[at : at + BEGUN] for ids in each for at in range(0, len(ids) - BEGUN + 1, BEGUN)])
 
 
@@ -292,7 +292,7 @@ class Studio:
         self._tokenizer = checkpoint.load_tokenizer(folder)
         dtype = "bfloat16" if run.device.type == "cuda" else "float32"
         self._target = checkpoint.load(folder, dtype=dtype, device=run.device)
-        begun = beginnings(self._tokenizer)
+        begun = beginnings(self._tokenizer, docstrings())
         begun = begun[torch.randperm(len(begun), generator=torch.Generator().manual_seed(3))]
         chat = torch.tensor(self._tokenizer.encode(CHAT.encode())).expand(run.batch, -1)
         print(f"{len(begun)} beginnings", flush=True)

@@ -83,6 +83,8 @@ class Request:
 @attrs.define(eq=False)
 class _Engine:
     line: Line
+    there: bool = False
+    """Whether it has said that it is ready, and is not lost since."""
     takes: bool = False
     """Whether it takes requests."""
     sources: frozenset[int] = frozenset()
@@ -241,7 +243,8 @@ class Router:
 
     def _ready(self, name: str, engine: _Engine, word: dict[str, Any]) -> None:
         was = engine.takes and len(engine.sources) >= self._needs(name)
-        engine.takes, engine.sources = True, frozenset(word.get("sources", ()))
+        engine.there = engine.takes = True
+        engine.sources = frozenset(word.get("sources", ()))
         if name.startswith("decode"):
             engine.said = "runs, and no prefill engine answers it"
             if "plan" in word:
@@ -251,7 +254,8 @@ class Router:
 
     def _lost(self, name: str, engine: _Engine) -> None:
         """An engine went away. Decode reports what it lost with a prefill engine, but nobody what a decode lost."""
-        engine.takes, engine.sources, engine.said = False, frozenset(), "went away"
+        engine.there = engine.takes = False
+        engine.sources, engine.said = frozenset(), "went away"
         for request in (r for r in self.requests if name in r.engines and r.id and not (r.over and r.freed)):
             if name == request.engines[0]:
                 request.freed = request.orphan = True
@@ -310,7 +314,7 @@ class Router:
 
     def stop(self) -> None:
         """Stop all engines: decode first, since it would take prefill's Goodbye for a failure."""
-        running = {name for name in self._engines if name.startswith("decode")}
+        running = {name for name, engine in self._engines.items() if name.startswith("decode") and engine.there}
         for name in running:
             self._engines[name].line.send("stop")
         until = time.monotonic() + 5
