@@ -178,15 +178,16 @@ class SinkSession(Session):
         engine, replica = self._replica or (message.engine, message.replica)
         rank = message.rank if self._rank is None else self._rank
         held, there = self.host.runs.get((engine, replica, rank), 0), f"listens at {self.conn}"
+        correct, peer = f"another {there}: correct the address", ErrorCode.WRONG_PEER
         rows = (
-            ("engine", ErrorCode.WRONG_PEER, engine, message.engine, f"another engine {there}: correct the address"),
-            ("incarnation", ErrorCode.SUPERSEDED, held, message.incarnation, f"an earlier run {there}: end it"),
-            ("rank", ErrorCode.WRONG_PEER, rank, message.rank, "correct `endpoints`"),
-            ("replica", ErrorCode.WRONG_PEER, replica, message.replica, f"another {there}: correct the address"),
+            (message.engine != engine, peer, "engine", engine, correct),
+            (message.incarnation < held, ErrorCode.SUPERSEDED, "incarnation", held, f"an earlier run {there}: end it"),
+            (message.rank != rank, peer, "rank", rank, "correct `endpoints`"),
+            (message.replica != replica, peer, "replica", replica, correct),
         )
-        for path, code, mine, yours, advice in rows:
-            if message.incarnation < held if path == "incarnation" else mine != yours:
-                raise RemoteError(code, path, str(mine), str(yours), advice)
+        for wrong, code, path, mine, advice in rows:
+            if wrong:
+                raise RemoteError(code, path, str(mine), str(getattr(message, path)), advice)
         check_features(self._terms, message)
 
     def reachable(self, endpoints: tuple[m.Endpoint, ...] | None) -> None:

@@ -16,6 +16,7 @@ check the rules of a map (`rules`) when its fields are complete. `decode` raises
 
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import attrs
@@ -166,12 +167,8 @@ def read_head(frame: Buffer) -> Head:
     if len(frame) >= tables.HEADER_BYTES:
         magic, major, _, number, *_ = _ENVELOPE.unpack_from(frame)
         cls = _KNOWN.get((magic, major, number))
-    try:
-        message_class(frame)
-        assert cls is not None  # of an envelope that is not refused
-        read_whole(cls.__name__, memoryview(frame)[tables.HEADER_BYTES :], trace)
-    except WireError:
-        pass
+    with suppress(WireError):
+        read_whole(message_class(frame).__name__, memoryview(frame)[tables.HEADER_BYTES :], trace)
     name = None
     for _, kind, note in trace:
         if kind == "id":

@@ -111,7 +111,7 @@ def load_head(
 def load_either(
     folder: Path, target: Path, tp: TensorParallel = SOLO, *, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> Decoder | Head:
-    """What a checkpoint folder holds: a model, or a head of the target in another folder."""
+    """The model in a checkpoint folder, or a head of the target in another folder."""
     if load_config(folder).head is None:
         return load(folder, tp, dtype=dtype, device=device)
     return load_head(folder, target, tp, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
-"""Trains what needs a GPU: heads of SmolLM2 and of a small MLA model; python -m kvproto_reference.distill OUT.
+"""Training on a GPU: heads of SmolLM2 and of a small MLA model; python -m kvproto_reference.distill OUT.
 
-A head learns what its own target says, so the target writes the text: continuations of beginnings, some of them
-greedy, some drawn. SmolLM2 also writes what the small MLA model, whose tokens are bytes, is trained on. Beginnings are
+A head has to agree with its own target, so the target writes the text: continuations of beginnings, some of them
+greedy, some drawn. SmolLM2 also writes the text for the small MLA model, whose tokens are bytes. Beginnings are
 docstrings of Python's standard library, and chats whose questions SmolLM2 makes up. Nothing else is read, and so no
 text on which the heads are measured.
 """
@@ -155,7 +155,7 @@ def beginnings(tokenizer: Tokenizer, texts: Iterable[str]) -> Tensor:
 
 
 def written(model: Decoder, begun: Callable[[int], Tensor], batch: int, length: int, seconds: float) -> Tensor:
-    """What a model writes in so many seconds [texts, length]; `begun(n)` is the nth batch of beginnings."""
+    """Texts that a model writes in so many seconds [texts, length]; `begun(n)` is the nth batch of beginnings."""
     device = next(model.parameters()).device
     writer, found, until = Writer(model, batch, length, device), list[Tensor](), time.monotonic() + seconds
     while not found or time.monotonic() < until:
@@ -225,11 +225,12 @@ class Run:
     """Factor of all times."""
 
     def seconds(self, count: float) -> float:
+        """Seconds that a job of `count` seconds takes in this run."""
         return count * self.speed
 
 
-def head(run: Run, name: str, folder: Path, target: Decoder, texts: Tensor) -> Head:
-    """Train a head of the target in a folder on what the target has written."""
+def trained_head(run: Run, name: str, folder: Path, target: Decoder, texts: Tensor) -> Head:
+    """Train a head of the target in a folder on texts of that target."""
     preset = LARGE_HEADS[name]
     torch.manual_seed(preset.seed)
     config = config_of(preset, folder, target.config)
@@ -280,12 +281,12 @@ def save(folder: Path, model: Decoder | Head) -> None:
 
 
 def greedy(target: Decoder, prompts: Tensor, length: int) -> Tensor:
-    """What the target answers to each prompt [prompts, tokens], and the prompts."""
+    """Prompts [prompts, tokens] with the answers of the target [prompts, length]."""
     return Writer(target, len(prompts), length, prompts.device, (0.0,)).write(prompts)
 
 
 class Studio:
-    """SmolLM2, what it writes, and what is made of that, in a folder of checkpoint folders."""
+    """SmolLM2, its texts, and the models that are trained on them, in a folder of checkpoint folders."""
 
     def __init__(self, run: Run, folder: Path, out: Path, unseen: bytes) -> None:
         self._run, self._folder, self._out, self._unseen = run, folder, out, unseen
@@ -302,7 +303,7 @@ class Studio:
 
         self._texts = written(self._target, texts_from, run.batch, run.length, run.seconds(SECONDS["smollm2"]))
         self.found: dict[str, float] = {}
-        """Tokens a step with each head, of text that nobody has seen."""
+        """Tokens a step with each head, on text outside of its training."""
 
     def smollm2(self) -> None:
         """Train the heads of SmolLM2."""
@@ -327,7 +328,7 @@ class Studio:
             prompts = torch.tensor([ids[at : at + begun] for at in starts]).to(self._run.device)
             asked = greedy(target, prompts, begun + self._run.length // 4)
         for name in names:
-            save(self._out / name, head(self._run, name, folder, target, texts))
+            save(self._out / name, trained_head(self._run, name, folder, target, texts))
             if asked is not None:
                 made = checkpoint.load_head(self._out / name, folder, device=self._run.device)
                 self.found[name] = measured(made, target, asked, begun)
@@ -345,7 +346,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder of the checkpoint folders")
     parser.add_argument("--smollm2", type=Path, default=smollm2.FOLDER, help="its checkpoint folder")
     parser.add_argument("--only", choices=["smollm2", "small"], help="train only the heads of one target")
-    parser.add_argument("--measure", type=Path, help="a text that nobody has seen, to measure heads on")
+    parser.add_argument("--measure", type=Path, help="a text outside of the training, to measure heads on")
     parser.add_argument("--speed", type=float, default=1.0, help="factor of all times")
     parser.add_argument("--tiny", action="store_true", help="small batches, for a CPU")
     args = parser.parse_args()

@@ -118,4 +118,4 @@ LARGE_HEADS = {
     "eagle-small": _SMALL,
     "mtp-small": attrs.evolve(_SMALL, form="mtp", kind="mla"),
 }
-"""Heads that a GPU trains, on what their own targets write."""
+"""Heads that a GPU trains, on texts of their own targets."""

@@ -1,4 +1,4 @@
-"""What a head is trained by; `python -m kvproto_reference.train --only eagle-mla` trains one of a shipped target.
+"""Losses of heads; `python -m kvproto_reference.train --only eagle-mla` trains one of a shipped target.
 
 As in decode, the head goes on from what it made itself: row t of unroll u reads the output of row t - 1 of unroll
 u - 1, and sees rows made of the target's hidden states up to those that decode would have (arXiv 2503.01840, 3.2).
@@ -119,7 +119,7 @@ def unrolls(head: Head, target: Decoder, windows: Tensor, unrolled: int) -> tupl
 
 
 def loss_of(head: Head, target: Decoder, windows: Tensor, unrolled: int) -> Tensor:
-    """The mean cross entropy of the head's proposals with what the target says there; windows [windows, tokens + 1].
+    """The mean cross entropy of the head's proposals and the target's own logits; windows [windows, tokens + 1].
 
     Proposals count where the target's most likely token is one that the head can say.
     """

@@ -1,4 +1,4 @@
-"""The commands of the page with what reviewers asked."""
+"""The commands of the page of reviewers' questions."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""What heads are distilled with: text that the target writes, weights of 8 bits, and which head is whose."""
+"""Distilled heads: text that the target writes, weights of 8 bits, and the target of each head."""
 
 import abc
 import inspect

@@ -1,4 +1,4 @@
-"""What a hybrid model stores on a rank beside the rows of layers that attend to all tokens."""
+"""Pools of a hybrid model on one rank, beside those of layers with full attention."""
 
 import attrs
 import torch

@@ -440,7 +440,7 @@ class DecodeProcess(EngineProcess):
         self._admission.run(job.sequence)
 
     def _hidden(self, handed: bytes | None) -> Tensor | None:
-        """What a head goes on from, as prefill handed it over, or zeros for one that starts cold."""
+        """Hidden states for the head's next row, as prefill handed them over, or zeros for a cold start."""
         if not hidden_of(self.options.configs):
             return None
         data = handed or bytes(hidden_type(self.options.configs)[1])

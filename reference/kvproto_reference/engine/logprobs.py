@@ -19,7 +19,7 @@ OWN, TOKENS, LIKELIEST = "logprob", "reference.top_tokens", "reference.top_logpr
 
 
 def of(scores: Scores, token: int, count: int) -> LogProbs:
-    """What the model's logits [vocab] say of a token and of the `count` likeliest, before penalties and temperature."""
+    """Log probabilities of a token and of the `count` likeliest by logits [vocab], before penalties and temperature."""
     scale = scores.max() + np.log(np.exp(scores - scores.max()).sum())
     best = np.argsort(-scores, kind="stable")[:count].tolist()
     return [(each, float(scores[each] - scale)) for each in (token, *best)]

@@ -108,7 +108,7 @@ class Prefiller:
         return len(sequence.prompt) - (self.draft.ahead if self.draft is not None else 0)
 
     def _seen(self, sequence: TokenSequence, start: int, hidden: Tensor) -> Tensor:
-        """What a head reads of the target from position `start` on: of the prompt, a cold one has nothing."""
+        """Hidden states for a head from position `start` on; a cold head has none of the prompt."""
         lacks = max(len(sequence.prompt) - start, 0) if self.cold else 0
         return torch.cat((torch.zeros_like(hidden[:lacks]), hidden[lacks:])) if lacks else hidden
 
@@ -145,7 +145,7 @@ class Prefiller:
                 yield sequence, done, done + count
 
     def _told(self, some: Sequence[Piece], model: int) -> Computed:
-        """What a model calls with each layer of a step."""
+        """The callback of a model after each layer of a step."""
         return partial(self._tell, [(s, hi) for s, _, hi in some], model)
 
     def _tell(self, some: Iterable[tuple[TokenSequence, int]], model: int, layer: int) -> None:

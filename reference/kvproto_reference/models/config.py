@@ -98,7 +98,7 @@ class WindowConfig:
 
 @attrs.frozen(kw_only=True)
 class HeadConfig:
-    """What a head reads of its target, and says."""
+    """Inputs of a head from its target, and its vocabulary."""
 
     target: str
     """Fingerprint of the target's checkpoint."""
@@ -241,7 +241,7 @@ class ModelConfig:
 
     @property
     def inputs(self) -> int:
-        """Elements of what attention reads of a token: twice `hidden` in an EAGLE-3 head, which joins two."""
+        """Elements of a token's input to attention: twice `hidden` in an EAGLE-3 head, which joins two."""
         return 2 * self.hidden if self.head is not None and self.head.form == "eagle3" else self.hidden
 
     @property

@@ -131,12 +131,12 @@ class Head(Stepping):
 
 
 def head_among(configs: Sequence[ModelConfig]) -> HeadConfig | None:
-    """What the draft reads if it is a head, of the configs of a target and perhaps a draft."""
+    """Inputs of the draft if it is a head; configs of a target and perhaps a draft."""
     return configs[1].head if configs[1:] else None
 
 
 def head_of(config: ModelConfig) -> HeadConfig:
-    """What a head reads; raises EngineError for the config of another model."""
+    """Inputs of a head; raises EngineError for the config of another model."""
     if config.head is None:
         raise EngineError("the config is of no head: it has no member head")
     return config.head
