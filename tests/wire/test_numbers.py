@@ -9,7 +9,7 @@ import pytest
 
 from kvproto.errors import WireError
 from kvproto.wire import decode, decode_struct, encode, encode_struct, strict, writer
-from kvproto.wire.messages import Content, Data, HandOff
+from kvproto.wire.messages import Content, Data, Goodbye, HandOff
 
 BODIES: dict[str, tuple[int, type[Any], Callable[[int], Any], Callable[[int], dict[int, Any]]]] = {
     # the most, the struct, a value of so much, and its map
@@ -67,3 +67,18 @@ def test_one_more(kind: str) -> None:
         encode_struct(value(most + 1))
     with pytest.raises(WireError, match="TOO_LARGE"):
         decode_struct(cls, msgpack.packb(body(most + 1)))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_largest_body(more: int) -> None:
+    """KVP-FRAME-W-LENGTH: 16 MiB of a message whose unknown fields are left out, and one byte more."""
+    frame, most = encode(Goodbye(session=1, reason="")), 1 << 24
+    fields = msgpack.unpackb(frame[16:], strict_map_key=False) | {60000: bytes(1 << 23), 60002: b""}
+    rest = most - len(msgpack.packb(fields | {60002: bytes(1 << 22)})) + (1 << 22) + more
+    largest = raw(frame, msgpack.packb(fields | {60002: bytes(rest)}))
+    assert len(largest) == 16 + most + more
+    if not more:
+        assert decode(largest) == Goodbye(session=1, reason="")
+    else:
+        with pytest.raises(WireError, match="TOO_LARGE at @length"):
+            decode(largest)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tools.prove.changing import Changes, module_of
 from tools.specgen import python
+from tools.specgen.lint import RegistryError, lint
 from tools.specgen.registry import Facts, load
 
 Row = dict[str, Any]
@@ -44,6 +45,17 @@ def changes_of(edit: Edit) -> Changes:
     made = {file: make(facts) for file, make in _FILES.items()}
     differ = {file: text for file, text in made.items() if text != _PLAIN[file]}
     return {module_of(file): text for file, text in differ.items() if _code(text) != _code(_PLAIN[file])}
+
+
+def refused(edit: Edit) -> str:
+    """What the registry's own check says of a mutant; empty if it takes it."""
+    facts = copy.deepcopy(_FACTS)
+    edit(facts)
+    try:
+        lint(facts)
+    except (RegistryError, LookupError) as error:
+        return f"tools.specgen: {error}"
+    return ""
 
 
 def homes(name: str) -> frozenset[str]:

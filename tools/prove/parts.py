@@ -162,11 +162,13 @@ def _by_rooms(changes: Changes) -> str:
 
 
 def _fact(name: str, edit: facts.Edit, excused: bool, loaded: frozenset[str]) -> str:
-    """Who of the cases notices one fact that is otherwise."""
+    """Who of the cases notices one fact that is otherwise, or the registry's own check one that no code says."""
     try:
         changes = facts.changes_of(edit)
     except KeyError as error:
         return f"does not generate: {error!r}"
+    if not changes and not excused:
+        return facts.refused(edit)
     if not changes.keys() & loaded:
         return SURVIVED
     about, field = facts.homes(name), name.split(".")[2].split()[-1] if name.count(".") > 1 else ""
@@ -179,11 +181,11 @@ def _fact(name: str, edit: facts.Edit, excused: bool, loaded: frozenset[str]) ->
 
 
 def _fact_by_rooms(name: str, edit: facts.Edit) -> str:
-    """The same of the tests; of how a message is delivered those of sessions."""
+    """The same of the tests, then of the registry's own check; of how a message is delivered those of sessions."""
     changes = facts.changes_of(edit)
     if name.endswith(".delivery"):
         return by_tests(changes, ["tests/session/test_delivery.py", "tests/session/test_numbers.py"])
-    return _by_rooms(changes)
+    return _by_rooms(changes) or facts.refused(edit)
 
 
 def _of_wire(changes: Changes) -> bool:

@@ -38,10 +38,11 @@ class Row:
 
     @property
     def by(self) -> str:
-        """Who noticed it: cases, live engines or tests; empty: nobody."""
+        """Who noticed it: cases, live engines or tests, the registry's check among them; empty: nobody."""
         if self.noticed == SURVIVED:
             return ""
-        return "tests" if self.noticed.startswith("tests/") else "live" if self.noticed.startswith("LIVE-") else "cases"
+        ours = self.noticed.startswith(("tests/", "tools.specgen"))
+        return "tests" if ours else "live" if self.noticed.startswith("LIVE-") else "cases"
 
     @property
     def verdict(self) -> str:
