@@ -181,7 +181,7 @@ def compress_ratios(config: Config, count: int) -> list[int] | None:
 
 
 def index_layers(config: Config, layers: Iterable[int]) -> list[int]:
-    """Those of these layers that have index keys; others take the choice of the one before (KVP-GEO-W-SHARED)."""
+    """Layers with index keys; the others take the choice of the one before (KVP-GEO-W-SHARED)."""
     if not config.get("kv_lora_rank"):
         sparse = (config.get("sparse_attention_config") or {}).get("sparse_attention_freq") or ()
         if not isinstance(sparse, list | tuple):

@@ -111,6 +111,8 @@ class SinkPull(Delivery):
         session.install(self._holder)
         self._read: OrderedDict[int, int] = OrderedDict()
         """Bytes read, by sequence, for the transfers whose Offer the source may still repeat."""
+        self._early: dict[int, m.Offer] = {}
+        """Offers of an epoch that is still being mapped, by sequence."""
 
     @property
     def ready(self) -> bool:  # type: ignore[override]
@@ -125,7 +127,8 @@ class SinkPull(Delivery):
         if attempt.lease is not None and attempt.lease.offer == message:
             return
         if self._holder.mapping(message.epoch):
-            return  # it has overtaken the Registered of its epoch, and will be sent again
+            self._early[message.sequence] = message
+            return
         if attempt.state != TransferState.ABORTING:
             self._check(attempt, message)
         transfers.mark_accepted(attempt)
@@ -134,6 +137,11 @@ class SinkPull(Delivery):
             attempt.lease = Lease.of(message, attempt.asked)
             self._renew_in_time(attempt, attempt.lease, now)
             session.host.ended(session, attempt)
+
+    def take_early(self) -> list[m.Offer]:
+        """Return the Offers that came while their epoch was being mapped, to be heard now (KVP-PUL-EARLY)."""
+        early, self._early = list(self._early.values()), {}
+        return early
 
     def _check(self, attempt: SinkAttempt, message: m.Offer) -> None:
         """Raise what is wrong with an Offer, which is checked like a Transfer before anything is read."""

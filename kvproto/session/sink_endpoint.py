@@ -31,7 +31,7 @@ from kvproto.session.sink import SinkSession
 from kvproto.session.stream import Registration
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.timers import SharedTimers, Timer, Timers
-from kvproto.wire import decode
+from kvproto.wire import decode, encode
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
 
@@ -344,6 +344,8 @@ class SinkEndpoint(Endpoint):
         """Report that the memory of `map_memory` is mapped."""
         session.part(Holder).accept(transport, None)
         self._after(now)
+        for offer in session.part(SinkPull).take_early():
+            self.receive(session.conn, encode(offer), now)
 
     def refuse_register(self, session: SinkSession, error: KvprotoError, now: float) -> None:
         """Report that the memory of `map_memory` cannot be mapped."""

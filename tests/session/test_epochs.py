@@ -555,9 +555,8 @@ def test_an_epoch_of_a_source_that_is_asked_back_at_once_is_read_no_more() -> No
     assert world.sinks["d0"].ready
 
 
-def test_an_offer_from_memory_that_is_being_mapped() -> None:
-    """KVP-PUL-EARLY: it is neither refused nor read, and is heard when it comes again."""
-    world = PullEpochs(geometry(1)).ready(1)
+def early(world: PullEpochs) -> None:
+    """Register of an epoch, and an Offer of items in it, come before anything is mapped."""
     asked(world)
     (session,) = world.sources["s0"].sessions.values()
     new = allocate(geometry(1), 0, {0: 8, 1: 8, 2: 8})
@@ -565,17 +564,40 @@ def test_an_offer_from_memory_that_is_being_mapped() -> None:
     world.kept["s0"] = new
     (serve,) = world.events("s0", "TransferRequested")
     world.offer("s0", serve)
-    World.run(world)  # Register and Offer have come; nothing is mapped yet
+    World.run(world)
     assert [x.epoch for x in world.of(m.Offer)] == [2]
     assert not world.events("d0", "Offered")
     assert not world.of(m.Error)
+
+
+def test_an_offer_from_memory_that_is_being_mapped() -> None:
+    """KVP-PUL-EARLY: it is neither refused nor read, and is heard once it is mapped, without coming again."""
+    world = PullEpochs(geometry(1)).ready(1)
+    early(world)
     world.run()
-    assert not world.events("d0", "Offered")
-    world.pass_time(world.now + RESEND)
-    world.run()
-    assert [x.epoch for x in world.of(m.Offer)] == [2, 2]
+    assert [x.epoch for x in world.of(m.Offer)] == [2]
     world.read("d0")
     assert len(world.events("d0", "Arrived")) == 1
+
+
+def test_a_wrong_offer_from_memory_that_is_being_mapped() -> None:
+    """It is refused once it is mapped, as if it came then (KVP-PUL-EARLY)."""
+    world = PullEpochs(geometry(1)).ready(1)
+
+    def another_writer(to: str, frame: bytes) -> int:
+        message = decode(frame)
+        if not isinstance(message, m.Offer):
+            return world.hear(to, frame)
+        wrong = encode(attrs.evolve(message, writer=7))
+        world.hear(to, wrong)
+        world.sinks[to].receive("s0", wrong, world.now)
+        return 0
+
+    world.keep = another_writer
+    early(world)
+    world.run()
+    assert [error.code for error in world.of(m.Error)] == [ErrorCode.WRONG_PEER]
+    assert [code for code, _ in world.lost()] == [ErrorCode.WRONG_PEER]
 
 
 def test_a_copy_of_this_side_that_may_go_on_holds_its_pool() -> None:
