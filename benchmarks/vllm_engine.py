@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-__all__ = ["Ask", "Engine", "Got", "make_model"]
+__all__ = ["Ask", "Engine", "Got", "make_mla", "make_model"]
 
 
 @attrs.frozen
@@ -149,20 +149,55 @@ def _start(pipe: Any, settings: dict[str, Any], environment: dict[str, str], log
     serve(pipe, settings)
 
 
-def make_model(folder: Path, small: bool) -> Path:
-    """A Llama of 8 layers and 8 KV heads of 128, as a folder: random weights, spread so that greedy tokens vary."""
+def make_model(folder: Path, small: bool, heads: int = 8) -> Path:
+    """A Llama of 8 layers and so many KV heads of 128, as a folder: random weights, spread so that greedy tokens vary."""
+    layers, width, queries, kv, dim, inner, words = (
+        (4, 128, 4, 2, 32, 256, 512) if small else (8, 1024, 16, heads, 128, 2816, 8192)
+    )
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": kv, "head_dim": dim,
+        "attention_bias": False, "mlp_bias": False,
+    }  # fmt: skip
+    own = {
+        "q_proj": (queries * dim, width, 1.5 * width**-0.5), "k_proj": (kv * dim, width, 1.5 * width**-0.5),
+        "v_proj": (kv * dim, width, 2 * width**-0.5), "o_proj": (width, queries * dim, 2 * (queries * dim) ** -0.5),
+    }  # fmt: skip
+    return _written(folder, config, own, layers, width, queries, inner, words)
+
+
+def make_mla(folder: Path) -> Path:
+    """Four layers of DeepSeek V2's attention, latent 512 and rotary key 64, 16 heads, without experts."""
+    layers, width, heads, latent, rope, nope, inner, words = 4, 1024, 16, 512, 64, 128, 2816, 8192
+    config = {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_key_value_heads": heads,
+        "kv_lora_rank": latent, "q_lora_rank": None, "qk_rope_head_dim": rope, "qk_nope_head_dim": nope,
+        "v_head_dim": nope, "first_k_dense_replace": layers, "n_routed_experts": None, "moe_layer_freq": 1,
+        "attention_bias": False,
+    }  # fmt: skip
+    own = {
+        "q_proj": (heads * (nope + rope), width, 1.5 * width**-0.5),
+        "kv_a_proj_with_mqa": (latent + rope, width, 1.5 * width**-0.5),
+        "kv_b_proj": (heads * 2 * nope, latent, 2 * latent**-0.5),
+        "o_proj": (width, heads * nope, 2 * (heads * nope) ** -0.5),
+    }  # fmt: skip
+    return _written(
+        folder, config, own, layers, width, heads, inner, words, {"self_attn.kv_a_layernorm.weight": latent}
+    )
+
+
+def _written(
+    folder: Path, config: dict[str, Any], own: dict[str, tuple[int, int, float]], layers: int, width: int, heads: int,
+    inner: int, words: int, norms: dict[str, int] | None = None,
+) -> Path:  # fmt: skip
+    """A model as a folder: `own` are the projections of its attention, with rows, columns and spread."""
     import torch
     from safetensors.torch import save_file
 
-    layers, width, heads, kv, dim, inner, words = (
-        (4, 128, 4, 2, 32, 256, 512) if small else (8, 1024, 16, 8, 128, 2816, 8192)
-    )
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width, "intermediate_size": inner,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": dim,
+    config |= {
+        "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
         "vocab_size": words, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
         "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1,
-        "eos_token_id": 2, "attention_bias": False, "mlp_bias": False,
+        "eos_token_id": 2,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -171,20 +206,16 @@ def make_model(folder: Path, small: bool) -> Path:
     def some(*shape: int, scale: float) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
 
-    ones = torch.ones(width, dtype=torch.bfloat16)
     weights = {"model.embed_tokens.weight": some(words, width, scale=1), "lm_head.weight": some(words, width, scale=1)}
-    weights["model.norm.weight"] = ones
+    weights["model.norm.weight"] = torch.ones(width, dtype=torch.bfloat16)
+    mlp = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+    sizes = {"input_layernorm.weight": width, "post_attention_layernorm.weight": width} | (norms or {})
     for i in range(layers):
         at = f"model.layers.{i}."
-        weights |= {
-            f"{at}self_attn.q_proj.weight": some(heads * dim, width, scale=1.5 * width**-0.5),
-            f"{at}self_attn.k_proj.weight": some(kv * dim, width, scale=1.5 * width**-0.5),
-            f"{at}self_attn.v_proj.weight": some(kv * dim, width, scale=2 * width**-0.5),
-            f"{at}self_attn.o_proj.weight": some(width, heads * dim, scale=2 * (heads * dim) ** -0.5),
-            f"{at}mlp.gate_proj.weight": some(inner, width, scale=width**-0.5),
-            f"{at}mlp.up_proj.weight": some(inner, width, scale=width**-0.5),
-            f"{at}mlp.down_proj.weight": some(width, inner, scale=inner**-0.5),
-            f"{at}input_layernorm.weight": ones.clone(), f"{at}post_attention_layernorm.weight": ones.clone(),
-        }  # fmt: skip
+        for name, (rows, columns, scale) in own.items():
+            weights[f"{at}self_attn.{name}.weight"] = some(rows, columns, scale=scale)
+        for name, shape in mlp.items():
+            weights[f"{at}mlp.{name}.weight"] = some(*shape, scale=shape[1] ** -0.5)
+        weights |= {f"{at}{name}": torch.ones(size, dtype=torch.bfloat16) for name, size in sizes.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

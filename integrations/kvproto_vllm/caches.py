@@ -83,14 +83,10 @@ class Stated:
     pages: int = 1
 
 
-def check_sizes(parallel: Any, kinds: int) -> None:
-    """Raise LocalError for a vLLM that divides caches, of so many kinds, as this connector does not state."""
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if (size := getattr(parallel, name, 1)) != 1:
-            raise refused(name, "1", str(size))
-    if parallel.pipeline_parallel_size > 1 and kinds > 1:
-        mine = "1 with drafts, or with layers of several kinds"
-        raise refused("pipeline_parallel_size", mine, str(parallel.pipeline_parallel_size))
+def check_sizes(parallel: Any) -> None:
+    """Raise LocalError for a vLLM that divides prompts among ranks as this connector does not state."""
+    if (size := getattr(parallel, "prefill_context_parallel_size", 1)) != 1:
+        raise refused("prefill_context_parallel_size", "1", str(size))
 
 
 def state(layers: Layers, strides: bool) -> Stated:

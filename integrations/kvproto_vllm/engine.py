@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
+from torch.distributed import all_gather_object
+from vllm.distributed import get_pp_group
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -17,6 +19,7 @@ from kvproto_vllm.caches import WINDOW, Layers, Stated, check_sizes, state
 from kvproto_vllm.orders import Table
 from kvproto_vllm.releases import conv_rows_first
 from kvproto_vllm.settings import Settings
+from kvproto_vllm.stages import Gather, Key, Share, alone, dealt, in_step, joined, titles_of
 from kvproto_vllm.states import STATE, order_of, states
 
 __all__ = ["Opened", "open_pool"]
@@ -57,22 +60,34 @@ _BY_STRIDES = (ErrorCode.LAYOUT_OPAQUE, ErrorCode.BAD_GEOMETRY, ErrorCode.OUT_OF
 def _open(
     config: Any, kv_config: Any, tensors: dict[str, Any], rank: int, settings: Settings, strides: bool
 ) -> Opened:  # fmt: skip
-    groups, parallel = list(_layers(config, kv_config, tensors)), config.parallel_config
-    check_sizes(parallel, len(groups) + (config.speculative_config is not None))
+    parallel = config.parallel_config
+    check_sizes(parallel)
+    gather, kinds = _gather(parallel.pipeline_parallel_size), _kinds(config, kv_config)
+    titles = titles_of(key for stage in gather(list(kinds)) for key in stage)
     stated: list[tuple[Table, Stated]] = []
-    for index, each in groups:
-        kind, tp = type(each.spec).__name__, parallel.tensor_parallel_size
-        made = states(each, tp, conv_rows_first()) if kind == STATE else [state(each, strides)]
-        window, span = (each.spec.block_size, each.spec.sliding_window) if kind == WINDOW else (0, 0)
-        span += getattr(each.spec, "extra_retained_tokens", 0)  # which drafts may compute again
-        stated += [(Table(index, one.pages, window, kind == STATE, span), one) for one in made]
+
+    def share() -> list[Share]:
+        made = []
+        for key, (spec, names) in kinds.items():
+            layers = _layers(config, kv_config, tensors, titles[key], key, spec, names)
+            caches = list(_stated(layers, key[1], parallel, strides))
+            stated.extend(caches)
+            scales = layers.scales if getattr(spec, "kv_quant_mode", 0) else []
+            made.append(Share(key, [each.cache for _, each in caches], scales, order_of(layers)))
+        return made
+
+    shares = joined(in_step(gather, share))
     depth, pp = _depth(config), parallel.pipeline_parallel_size
     stages = tuple(hi - lo for lo, hi in (get_pp_indices(depth, stage, pp) for stage in range(pp)))
-    target, draft = _facts(config, settings, [each for _, each in groups])
+    target, draft = _facts(config, settings, [shares[key] for key in titles])
     facts = (target, draft) if settings.options.cold_draft else (target | draft, {})
     geometry = lay_out(
-        [each.cache for _, each in stated],
-        Parallel(tp=parallel.tensor_parallel_size, pp=pp, stages=stages if pp > 1 else None),
+        [cache for key in titles for cache in shares[key].caches],
+        Parallel(
+            tp=parallel.tensor_parallel_size, pp=pp, stages=stages if pp > 1 else None,
+            dcp=getattr(parallel, "decode_context_parallel_size", 1),
+            interleave=getattr(parallel, "cp_kv_cache_interleave_size", 1),
+        ),
         replica=parallel.data_parallel_index, facts=facts[0], warn=facts[1], depth=depth,
     )  # fmt: skip
     tensors_of = {each.cache.group.name: each.tensors for _, each in stated}
@@ -82,30 +97,64 @@ def _open(
     return Opened(pool, tables)
 
 
-def _layers(config: Any, kv_config: Any, tensors: dict[str, Any]) -> Iterator[tuple[int, Layers]]:
-    """Layers that one group can state, and their block table."""
-    running, depth, titles = config.compilation_config.static_forward_context, _depth(config), 0
-    drafts = config.speculative_config is not None
+def _gather(stages: int) -> Gather:
+    """The exchange between the pipeline stages of one rank of each."""
+    if stages == 1:
+        return alone
+
+    def gather(given: Any) -> list[Any]:
+        found: list[Any] = [None] * stages
+        all_gather_object(found, given, group=get_pp_group().cpu_group)
+        return found
+
+    return gather
+
+
+def _kinds(config: Any, kv_config: Any) -> dict[Key, tuple[Any, list[str]]]:
+    """The kinds of this stage's layers, each with its specification and the names of the layers in their order."""
+    running, depth, drafts = _running(config), _depth(config), config.speculative_config is not None
+    found: dict[Key, tuple[Any, list[str]]] = {}
     for index, group in enumerate(kv_config.kv_cache_groups):
-        kinds: dict[Any, list[str]] = {}
         for name in group.layer_names:
-            spec = group.kv_cache_spec
+            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
             draft = drafts and (extract_layer_index(name) >= depth or name.startswith("draft_model."))
-            kinds.setdefault((getattr(spec, "kv_cache_specs", {}).get(name, spec), int(draft)), []).append(name)
-        for (spec, number), names in kinds.items():
-            names.sort(key=extract_layer_index)
-            layer, model, stateful = running[names[0]], _models(config)[number], type(spec).__name__ == STATE
-            backend, ids = layer.get_attn_backend().get_name(), [extract_layer_index(name) % depth for name in names]
-            if config.parallel_config.pipeline_parallel_size > 1:
-                ids = list(range(depth))
-            yield index, Layers(
-                title=f"{backend.lower()} {titles}" if titles else backend.lower(), layer=layer, backend=backend,
-                spec=spec, names=names, ids=ids,
-                tensors=[running[name].kv_cache if stateful else tensors[name] for name in names],
-                heads=model.get_total_num_kv_heads(), blocks=kv_config.num_blocks, computed=model.dtype,
-                stored=config.cache_config.cache_dtype, scales=[_scales(running[name]) for name in names], model=number,
-            )  # fmt: skip
-            titles += 1
+            backend = running[name].get_attn_backend().get_name().lower()
+            found.setdefault((backend, index, int(draft), repr(spec)), (spec, []))[1].append(name)
+    for _, names in found.values():
+        names.sort(key=extract_layer_index)
+    return found
+
+
+def _layers(
+    config: Any, kv_config: Any, tensors: dict[str, Any], title: str, key: Key, spec: Any, names: list[str]
+) -> Layers:
+    """The layers of a kind, with what vLLM says of them."""
+    running, model, stateful = _running(config), _models(config)[key[2]], type(spec).__name__ == STATE
+    layer = running[names[0]]
+    return Layers(
+        title=title, layer=layer, backend=layer.get_attn_backend().get_name(), spec=spec, names=names,
+        ids=[extract_layer_index(name) % _depth(config) for name in names],
+        tensors=[running[name].kv_cache if stateful else tensors[name] for name in names],
+        heads=model.get_total_num_kv_heads(), blocks=kv_config.num_blocks, computed=model.dtype,
+        stored=config.cache_config.cache_dtype, scales=[_scales(running[name]) for name in names], model=key[2],
+    )  # fmt: skip
+
+
+def _stated(layers: Layers, index: int, parallel: Any, strides: bool) -> Iterator[tuple[Table, Stated]]:
+    """The caches of a kind of layers, and the page table of each."""
+    spec, kind = layers.spec, type(layers.spec).__name__
+    stateful = kind == STATE
+    made = states(layers, parallel.tensor_parallel_size, conv_rows_first()) if stateful else [state(layers, strides)]
+    window, span = (spec.block_size, spec.sliding_window) if kind == WINDOW else (0, 0)
+    span += getattr(spec, "extra_retained_tokens", 0)  # which drafts may compute again
+    for one in made:
+        cache = dealt(one.cache, spec, getattr(parallel, "decode_context_parallel_size", 1))
+        yield Table(index, one.pages, window, stateful, span), attrs.evolve(one, cache=cache)
+
+
+def _running(config: Any) -> Any:
+    """vLLM's layers by name."""
+    return config.compilation_config.static_forward_context
 
 
 def _depth(config: Any) -> int:
@@ -123,18 +172,18 @@ def _scales(layer: Any) -> tuple[float, float]:
     return getattr(layer, "_k_scale_float", 1.0), getattr(layer, "_v_scale_float", 1.0)
 
 
-def _facts(config: Any, settings: Settings, layers: list[Layers]) -> list[dict[str, str]]:
+def _facts(config: Any, settings: Settings, shares: list[Share]) -> list[dict[str, str]]:
     """What has to be equal so that bytes mean the same, of the target and of a draft."""
     facts: list[dict[str, str]] = [{}, {}]
     dummy = f"dummy {config.model_config.seed}" if config.load_config.load_format == "dummy" else ""
-    for number in {each.model for each in layers}:
+    for number in {share.key[2] for share in shares}:
         model, of = _models(config)[number], ("target", "draft")[number]
         named = settings.weights if of == "target" else None
         facts[number][f"weights.{of}"] = named or weights_of(model.model, model.revision, [model.quantization, dummy])
         facts[number][f"rope.{of}"] = rope_of(model.hf_text_config)
-        own = [each for each in layers if each.model == number]
-        if scales := [each.scales for each in own if getattr(each.spec, "kv_quant_mode", 0)]:
+        own = [share for share in shares if share.key[2] == number]
+        if scales := [share.scales for share in own if share.scales]:
             facts[number][f"kv_scales.{of}"] = digest_of(scales)
-        if order := next(filter(None, map(order_of, own)), ""):
+        if order := next((share.order for share in own if share.order), ""):
             facts[number][f"state_order.{of}"] = order
     return facts

@@ -87,7 +87,7 @@ def test_a_release_that_is_not_known_is_refused() -> None:
 
 
 @pytest.mark.parametrize("package", [kvproto_vllm, kvproto_sglang])
-def test_an_adapter_is_under_900_lines_of_code(package: Any) -> None:
+def test_an_adapter_is_under_1000_lines_of_code(package: Any) -> None:
     """Lines that hold code: no blank ones, no comments, no docstrings."""
     counted = 0
     for path in Path(package.__file__).parent.glob("*.py"):
@@ -99,7 +99,7 @@ def test_an_adapter_is_under_900_lines_of_code(package: Any) -> None:
             if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant):
                 lines -= set(range(each.lineno, (each.end_lineno or 0) + 1))
         counted += len(lines)
-    assert 0 < counted < 900
+    assert 0 < counted < 1000, counted
 
 
 _NO_CODE = {

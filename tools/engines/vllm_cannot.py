@@ -1,7 +1,7 @@
 """What vLLM itself cannot run on the CPU, by its own error: `ENGINE/python -m tools.engines.vllm_cannot FOLDER`.
 
 Only its last pipeline stage has what proposes tokens, and every stage asks for it: in code that its CPU and its GPU have
-in common, its first model runner. The connector refuses drafts with pipeline parallel, and docs/vllm-reference.md says why.
+in common, its first model runner. The connector states drafts on the last stage, as they are on a GPU; docs/vllm-reference.md says so.
 """
 
 from __future__ import annotations

@@ -174,6 +174,13 @@ PAIRS = [
         asked=True,
     ),
     Pair(
+        "Layers with a sliding window beside full ones, PP 2 and 1",
+        {"model": "window", "block_size": 64, "pipeline_parallel_size": 2, **WARM, **_ALONE},
+        {"model": "window", **_ALONE},
+        [cases.same_tokens, cases.one_bit, cases.left_idle],
+        asked=True,
+    ),
+    Pair(
         "Llama, TP 2 and 1",
         {"model": "llama", "block_size": 64, "tensor_parallel_size": 2, "enable_prefix_caching": False},
         {"model": "llama", "enable_prefix_caching": True},

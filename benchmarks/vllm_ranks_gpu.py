@@ -1,0 +1,139 @@
+"""Two vLLM engines whose ranks hold caches in other ways, on GPUs: are the tokens those of the decode engine alone?
+
+`python benchmarks/vllm_ranks_gpu.py [--out] [--only NAME ...] [--cpu]`, where vLLM runs, on four GPUs: decode has as many of
+them as it has ranks, and prefill the first ones too. For each pair a model of random weights is served twice: decode context
+parallel (DCP) with GQA and with MLA, which deals the tokens of each request among ranks, either way; and pipeline stages with
+a draft model. Answers are compared as `exact` of vllm_gpu.py does: with those of the decode engine with all but one token in
+its prefix cache; also with prefix hits, with blocks scattered, and with one bit of a page flipped. Engines of equal tensor
+parallel size compute equal pages, so their tokens and logits are equal; of others the gap says how near a tie was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import attrs
+from harness import arguments, keep
+from vllm_engine import Engine, make_mla, make_model
+from vllm_gpu import ENVIRONMENT, HERE, SETTINGS, SMALL, TIE, exact, log_of
+
+BASE: dict[str, Any] = {
+    "dtype": "bfloat16", "attention_backend": "FLASH_ATTN", "enforce_eager": True, "disable_custom_all_reduce": True,
+    "max_model_len": 9216,
+}  # fmt: skip
+MLA = BASE | {"attention_backend": "FLASHMLA", "block_size": 64}
+DCP = {"decode_context_parallel_size": 2}
+CACHED = {"enable_prefix_caching": True}
+
+
+def sizes(tp: int, pp: int = 1) -> dict[str, Any]:
+    return {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+
+
+@attrs.frozen
+class Pair:
+    """Settings of two engines of a model, and whether both compute the same pages."""
+
+    model: str
+    prefill: dict[str, Any]
+    decode: dict[str, Any]
+    same: bool = True
+
+    def devices(self, at: int) -> int:
+        """The number of GPUs of one engine."""
+        given = (self.prefill, self.decode)[at]
+        return int(given["tensor_parallel_size"] * given["pipeline_parallel_size"])
+
+
+PAIRS = {
+    "MLA, TP 2 to TP 2 with DCP 2": Pair("mla", MLA | sizes(2), MLA | sizes(2) | DCP | CACHED, same=False),
+    "MLA, TP 2 with DCP 2 to TP 2": Pair("mla", MLA | sizes(2) | DCP, MLA | sizes(2) | CACHED, same=False),
+    "GQA, TP 2 to TP 4 with DCP 2": Pair("gqa", BASE | sizes(2), BASE | sizes(4) | DCP | CACHED, same=False),
+    "GQA, TP 4 to TP 4 with DCP 2, 16 tokens at a time": Pair(
+        "gqa", BASE | sizes(4), BASE | sizes(4) | DCP | {"cp_kv_cache_interleave_size": 16} | CACHED
+    ),
+    "draft model, PP 2 to 1": Pair("gqa", BASE | sizes(1, 2), BASE | sizes(1) | CACHED),
+}
+DRAFTS = ("draft model, PP 2 to 1",)
+
+
+def engines(name: str, models: dict[str, Path], logs: Path, folder: str, small: bool) -> list[Engine]:
+    """Prefill and decode of a pair, starting."""
+    pair, made = PAIRS[name], []
+    for at, role in enumerate(("prefill", "decode")):
+        settings = SETTINGS | {"model": str(models[pair.model])} | (pair.prefill, pair.decode)[at]
+        settings |= {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 2 << 30}
+        if name in DRAFTS:
+            settings["speculative_config"] = {
+                "method": "draft_model", "model": str(models[pair.model]), "num_speculative_tokens": 3,
+            }  # fmt: skip
+        environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(max(pair.devices(0), pair.devices(1)))))
+        if small:
+            settings = {
+                k: v for k, v in settings.items() if k not in {*DCP, "attention_backend", "gpu_memory_utilization"}
+            }
+            settings |= SMALL | {"block_size": 32, "max_num_batched_tokens": 1024, "distributed_executor_backend": "mp"}
+            settings.pop("cp_kv_cache_interleave_size", None)
+            environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        options = {"transports": ["shm" if small else "cuda"], "verify": True}
+        extra: dict[str, Any] = {"name": role, "options": options}
+        place = f"ipc://{folder}/{list(PAIRS).index(name)}-"
+        extra |= {"listen": f"{place}{{rank}}"} if at == 0 else {"sources": {"prefill": f"{place}0"}}
+        settings["kv"] = {
+            "kv_connector": "Ours", "kv_connector_module_path": "vllm_connectors",
+            "kv_role": "kv_producer" if at == 0 else "kv_consumer", "kv_connector_extra_config": extra,
+        }  # fmt: skip
+        made.append(Engine(role, settings, environment, log_of(logs, name, role)))
+    return made
+
+
+def wrong(told: dict[str, Any], same: bool) -> list[str]:
+    """The parts of `exact` whose tokens are not as they should be."""
+    found = [k for k, v in told.items() if k != "one bit" and any(gap is not None and gap > TIE for gap in v["gap"])]
+    found += [k for k, v in told.items() if same and k != "one bit" and not all(v["equal"])]
+    return found + ["one bit"] * all(told["one bit"][of][0] for of in ("equal", "equal logits"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the pairs; the exit status says whether tokens were as they should be."""
+    parser = arguments(__doc__, "vllm_ranks_gpu")
+    parser.add_argument("--only", nargs="*", default=list(PAIRS))
+    parser.add_argument("--cpu", action="store_true", help="try the script with small engines on the CPU, without DCP")
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
+    args = parser.parse_args(argv)
+    args.logs.mkdir(parents=True, exist_ok=True)
+    figures: dict[str, Any] = {}
+    if not args.cpu:
+        from gpu import gpu_facts
+
+        figures["machine"] = gpu_facts()
+    with tempfile.TemporaryDirectory() as folder:
+        models = {"gqa": make_model(Path(folder) / "gqa", args.cpu, heads=2)}
+        models["mla"] = make_mla(Path(folder) / "mla") if not args.cpu else models["gqa"]
+        for name in args.only:
+            running: list[Engine] = []
+            try:
+                running = engines(name, models, args.logs, folder, args.cpu)
+                for engine in running:
+                    figures["vllm"] = engine.wait(240)
+                figures[name] = {"told": exact(*running, args.cpu)}
+                figures[name]["wrong"] = wrong(figures[name]["told"], PAIRS[name].same)
+            except Exception:
+                figures[name] = {"wrong": [traceback.format_exc()[-2000:]]}
+            finally:
+                for engine in running:
+                    engine.stop()
+            print(name, json.dumps(figures[name]), flush=True)
+            keep(args.out, figures)
+    return int(any(figures[name]["wrong"] for name in args.only))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
