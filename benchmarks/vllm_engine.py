@@ -171,7 +171,7 @@ def make_mla(folder: Path) -> Path:
     config = {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_key_value_heads": heads,
         "kv_lora_rank": latent, "q_lora_rank": None, "qk_rope_head_dim": rope, "qk_nope_head_dim": nope,
-        "v_head_dim": nope, "first_k_dense_replace": layers, "n_routed_experts": None, "moe_layer_freq": 1,
+        "v_head_dim": nope, "first_k_dense_replace": layers, "n_routed_experts": 8, "moe_layer_freq": 1,
         "attention_bias": False,
     }  # fmt: skip
     own = {

@@ -29,6 +29,7 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 MLA = BASE | {"attention_backend": "FLASHMLA", "block_size": 64}
 DCP = {"decode_context_parallel_size": 2}
+A2A = DCP | {"dcp_comm_backend": "a2a"}
 CACHED = {"enable_prefix_caching": True}
 
 
@@ -58,6 +59,7 @@ PAIRS = {
     "GQA, TP 4 to TP 4 with DCP 2, 16 tokens at a time": Pair(
         "gqa", BASE | sizes(4), BASE | sizes(4) | DCP | {"cp_kv_cache_interleave_size": 16} | CACHED
     ),
+    "GQA, TP 4 to TP 4 with DCP 2, all to all": Pair("gqa", BASE | sizes(4), BASE | sizes(4) | A2A | CACHED),
     "draft model, PP 2 to 1": Pair("gqa", BASE | sizes(1, 2), BASE | sizes(1) | CACHED),
 }
 DRAFTS = ("draft model, PP 2 to 1",)
@@ -97,6 +99,7 @@ def engines(name: str, models: dict[str, Path], logs: Path, folder: str, small: 
 def wrong(told: dict[str, Any], same: bool) -> list[str]:
     """The parts of `exact` whose tokens are not as they should be."""
     found = [k for k, v in told.items() if k != "one bit" and any(gap is not None and gap > TIE for gap in v["gap"])]
+    found += [k for k, v in told.items() if max(v["different tokens"]) < 2]  # no numbers: an engine that is broken
     found += [k for k, v in told.items() if same and k != "one bit" and not all(v["equal"])]
     return found + ["one bit"] * all(told["one bit"][of][0] for of in ("equal", "equal logits"))
 
