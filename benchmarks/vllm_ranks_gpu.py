@@ -5,7 +5,7 @@ them as it has ranks, and prefill the first ones too. For each pair a model of r
 parallel (DCP) with GQA and with MLA, which deals the tokens of each request among ranks, either way; and pipeline stages with
 a draft model. Answers are compared as `exact` of vllm_gpu.py does: with those of the decode engine with all but one token in
 its prefix cache; also with prefix hits, with blocks scattered, and with one bit of a page flipped. Engines of equal tensor
-parallel size compute equal pages, so their tokens and logits are equal; of others the gap says how near a tie was.
+parallel size and blocks compute equal pages, so all tokens are equal; others agree as long as an engine does with itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import attrs
 from harness import arguments, keep
 from vllm_engine import Engine, make_mla, make_model
-from vllm_gpu import ENVIRONMENT, HERE, SETTINGS, SMALL, TIE, exact, log_of
+from vllm_gpu import ENVIRONMENT, HERE, SETTINGS, SMALL, exact, log_of
 
 BASE: dict[str, Any] = {
     "dtype": "bfloat16", "attention_backend": "FLASH_ATTN", "enforce_eager": True, "disable_custom_all_reduce": True,
@@ -97,10 +97,16 @@ def engines(name: str, models: dict[str, Path], logs: Path, folder: str, small: 
 
 
 def wrong(told: dict[str, Any], same: bool) -> list[str]:
-    """The parts of `exact` whose tokens are not as they should be."""
-    found = [k for k, v in told.items() if k != "one bit" and any(gap is not None and gap > TIE for gap in v["gap"])]
-    found += [k for k, v in told.items() if max(v["different tokens"]) < 2]  # no numbers: an engine that is broken
-    found += [k for k, v in told.items() if same and k != "one bit" and not all(v["equal"])]
+    """The parts of `exact` whose tokens are not as they should be.
+
+    Rounded to bfloat16, an engine that computes other pages than the first also differs from itself without its cache:
+    then a hand-over has to agree as long.
+    """
+    found = [k for k, v in told.items() if max(v["different tokens"]) < 3]  # no numbers: an engine that is broken
+    for name, part in told.items():
+        long, least = sum(part["equal tokens"]), sum(part["of one without its cache"])
+        if name != "one bit" and long < (48 * len(part["equal"]) if same else 0.9 * least):
+            found.append(name)
     return found + ["one bit"] * all(told["one bit"][of][0] for of in ("equal", "equal logits"))
 
 
