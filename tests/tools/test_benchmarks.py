@@ -61,6 +61,7 @@ LEFT_OUT = {
     "verify_gpu": GPUS,
     "vllm_cpu": VLLM,
     "vllm_gpu": VLLM,
+    "vllm_ranks_gpu": VLLM,
 }
 
 
