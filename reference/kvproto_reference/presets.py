@@ -2,7 +2,7 @@
 
 import attrs
 
-from .models import DeltaConfig, ModelConfig, WindowConfig
+from .models import DeltaConfig, ModelConfig, MoeConfig, WindowConfig
 from .models.config import Kind
 
 
@@ -43,6 +43,22 @@ PRESETS: dict[str, Preset] = {
         ),
         steps=1200,
         seed=7,
+    ),
+    "target-moe": Preset(
+        config=ModelConfig(
+            kind="mla",
+            hidden=64,
+            layers=3,
+            heads=4,
+            latent=32,
+            rope_dim=8,
+            nope_dim=16,
+            v_dim=16,
+            ffn=144,
+            moe=MoeConfig(layers=(1, 2), experts=8, top_k=2, ffn=32, shared_ffn=48, normalize=True),
+        ),
+        steps=1200,
+        seed=8,
     ),
     "draft-mla": Preset(
         config=ModelConfig(

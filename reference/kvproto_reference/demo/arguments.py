@@ -46,6 +46,7 @@ class DemoOptions:
     prefill_deal: str = "cyclic"
     prefill_dp: int = 1
     decode_dp: int = 1
+    dp_attention: bool = False
     dcp: int = 1
     interleave: int = 1
     deal: str = "cyclic"
@@ -128,6 +129,8 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--prefill-deal", default="cyclic", metavar="NAME|R,R,...", help=DEAL)
     add("--prefill-dp", type=int, default=1, help="data-parallel replicas of the prefill engine (default 1)")
     add("--decode-dp", type=int, default=1, help="data-parallel replicas of the decode engine (default 1)")
+    shared = "let the replicas of an engine share the experts of the target: DP attention with expert parallel"
+    add("--dp-attention", action="store_true", help=shared)
     add_dcp(parser)
     add_back_end(parser)
     add_captured(parser)
@@ -229,6 +232,12 @@ def check(options: DemoOptions) -> None:
          "--overview tells of engines that the demo starts: leave --attach out"),
         (options.tiers and (options.attach is not None or options.trouble),
          "--tiers is of one engine: leave --attach, --kill, --drain, --sleep and --pause out"),
+        (options.dp_attention and options.prefill_dp == options.decode_dp == 1,
+         "--dp-attention is of replicas: give their number by --prefill-dp or --decode-dp"),
+        (options.dp_attention and options.tiers,
+         "--tiers is of one engine: leave --dp-attention out"),
+        (options.dp_attention and options.attach is not None,
+         "--dp-attention is for engines that the demo starts: leave it out, and start yours with --dp"),
         (options.json and options.picture, "--picture is of what is printed for people: leave --json out"),
     )  # fmt: skip
     for wrong, says in refused:

@@ -123,7 +123,8 @@ def place_of(layout: Layout, model: int, config: ModelConfig, world: World) -> T
     chunks = tuple((stage * each + nth, layers) for stage, layers in layout.chunks(model, config.layers))
     line = world.among([[rank for rank in ranks if rank % each % held == n] for n in range(held)])
     beside = world.among([ranks[first + n : first + n + size] for first in ranks[::each] for n in range(0, held, size)])
-    place = TensorParallel(nth % size, size, beside, pipeline=Pipeline(world.rank, chunks, line))
+    experts = None if model else world.experts  # each replica has the whole draft
+    place = TensorParallel(nth % size, size, beside, pipeline=Pipeline(world.rank, chunks, line), experts=experts)
     return layout.place(model, place)
 
 

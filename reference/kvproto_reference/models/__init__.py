@@ -6,6 +6,7 @@ from .decoder import Decoder
 from .head import Head, head_among
 from .ops import FusedOps, Ops
 from .parallel import SOLO, Pipeline, TensorParallel, cut, delta_heads, key_head_of, kv_head_of, kv_head_range
+from .shared_experts import SharedExperts
 
 __all__ = [
     "SOLO",
@@ -24,6 +25,7 @@ __all__ = [
     "Pipeline",
     "Recurrence",
     "Rows",
+    "SharedExperts",
     "State",
     "Taps",
     "TensorParallel",
