@@ -85,7 +85,8 @@ def _engines(options: DemoOptions, router: Router, compared: list[Compared]) -> 
     for source, sink in sorted({(s, d) for s, d, _ in moved}):
         groups = {g: n for (s, d, g), n in moved.items() if (s, d) == (source, sink)}
         each = ", ".join(f"{g} {n / 1e6:.1f} MB" for g, n in groups.items() if n)
-        table.add_row("[cyan]      │", f"[cyan]rank {source} to rank {sink}: {each}")
+        names = (f"{f'replica {replica} ' * router.several}rank {rank}" for replica, rank in (source, sink))
+        table.add_row("[cyan]      │", f"[cyan]{' to '.join(names)}: {each}")
     table.add_row("[cyan]      ▼", f"[cyan]{total:,} bytes of KV cache by {options.transport}{times[1]}")
     table.add_row("[bold]decode engine", f"[bold]{_shape(options, 'decode')}")
     table.add_row("", f"wrote {wrote:,} tokens{times[2]}")

@@ -33,7 +33,7 @@ class Layout:
     """How an engine divides its caches over its ranks."""
 
     dp: int = 1
-    """Replicas of which the engine consists: each attends to requests of its own, and all share the target's experts."""
+    """Replicas of which the engine consists: each attends to its own requests, and all share the target's experts."""
     tp: int = 1
     pp: int = 1
     """Pipeline stages that the target's layers are divided over; the draft and the first token are on the last one."""
@@ -124,11 +124,11 @@ class Layout:
         """Raise EngineError for experts that replicas cannot share."""
         experts, ranks = 0 if target.moe is None else target.moe.experts, self.dp * self.ranks
         for wrong, says in (
-            (not experts, f"--dp {self.dp} shares experts among replicas, and the target has none: choose --target moe or"
-             " another with experts, or start replicas of their own, by --replica"),
+            (not experts, f"--dp {self.dp} shares experts among replicas, and the target has none: choose --target moe,"
+             " or another with experts, or start replicas of their own, by --replica"),
             (self.pp > 1, f"--dp {self.dp} has all replicas run each layer together: leave --pp {self.pp} out"),
-            (0 < experts < ranks, f"{experts} experts are too few for {ranks} ranks: choose --dp {experts // self.ranks} or"
-             " less"),
+            (0 < experts < ranks, f"{experts} experts are too few for {ranks} ranks, as each holds one at least: lower"
+             " --dp or --tp"),
         ):  # fmt: skip
             if wrong:
                 raise EngineError(says)

@@ -94,9 +94,7 @@ def _child(run: Run, options: Any, place: int, sizes: _Sizes, meeting: Path, bel
     sys.exit(_rank(run, options, place, sizes, meeting, (mine,)))
 
 
-def _rank(
-    run: Run, options: Any, place: int, sizes: _Sizes, meeting: Path, bells: tuple[socket.socket, ...]
-) -> int:
+def _rank(run: Run, options: Any, place: int, sizes: _Sizes, meeting: Path, bells: tuple[socket.socket, ...]) -> int:
     torch.set_num_threads(1)
     size, replicas = sizes
     replica, rank = divmod(place, size)
@@ -109,9 +107,10 @@ def _rank(
         except RuntimeError as error:  # another has ended meanwhile, and says why
             raise EngineError(f"rank {place} did not meet the others: {str(error).partition(chr(10))[0]}") from error
         try:
-            groups = [dist.new_group([*range(r * size, (r + 1) * size)]) for r in range(replicas)] if replicas > 1 else []
-            group = groups[replica] if groups else dist.group.WORLD
-            return run(options, World(rank, size, group, bells, replica, replicas, dist.group.WORLD))
+            engine = dist.group.WORLD
+            members = [range(first, first + size) for first in range(0, size * replicas, size)]
+            groups = [dist.new_group([*ranks]) for ranks in members] if replicas > 1 else [engine]
+            return run(options, World(rank, size, groups[replica], bells, replica, replicas, engine))
         finally:
             dist.destroy_process_group()
     except (EngineError, KvprotoError, DeviceFault) as error:

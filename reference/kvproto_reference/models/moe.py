@@ -22,7 +22,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows [n, hidden] through the experts held, `counts` [held] of them through each: summands of [n, hidden]."""
-        pieces = rows.split(counts.tolist())
+        pieces = rows.split_with_sizes(counts.tolist())
         return torch.cat([self._run(expert, piece) for expert, piece in enumerate(pieces) if len(piece)] or [rows])
 
     def _run(self, expert: int, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class MoeFFN(nn.Module):
         rows, counts = tokens[order // self.moe.top_k], chosen.flatten().bincount(minlength=self.moe.experts)
         shared = self.tp.experts
         made = self.experts(rows, counts) if shared is None else shared.run(self.experts, rows, counts)
-        by_token = made[order.argsort()].unflatten(0, chosen.shape)
+        by_token = made[order.argsort()].reshape(*chosen.shape, tokens.shape[-1])
         return (by_token * weights[..., None]).sum(1).to(tokens.dtype)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

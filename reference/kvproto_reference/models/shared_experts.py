@@ -1,4 +1,4 @@
-"""Experts that all ranks of an engine share, while each of its replicas attends to requests of its own: DP attention."""
+"""Experts that all ranks of an engine share, while each replica attends to requests of its own: DP attention."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,8 +28,7 @@ class SharedExperts:
 
     def held(self, experts: int) -> int:
         """Their number."""
-        mine = self.share(experts)
-        return mine.stop - mine.start
+        return experts * (self.rank + 1) // self.size - experts * self.rank // self.size
 
     def step(self, runs: bool) -> bool:
         """Tell the other ranks whether this one is to run a step, and hear whether any is; a collective."""
