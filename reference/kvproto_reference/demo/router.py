@@ -1,5 +1,6 @@
 """A small router: makes tickets, hands each prompt to both engines, collects their answers, and retries."""
 
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -233,8 +234,8 @@ class Router:
 
     def _pair(self, turn: int) -> tuple[str, str] | None:
         """A prefill and a decode engine that take requests and are connected; turn by turn, another pair is first."""
-        count = self._replicas["prefill"]
-        first = {"prefill": turn, "decode": turn + turn // count}
+        again = turn // math.lcm(*self._replicas.values())  # how often the pairs would have been the same before
+        first = {"prefill": turn, "decode": turn + again}
         prefills, decodes = ([(first[role] + i) % n for i in range(n)] for role, n in self._replicas.items())
         for here in prefills:
             for there in decodes:
