@@ -99,7 +99,11 @@ class HeadPreset:
     seed: int = 5
 
 
-HEADS = {"eagle-mla": HeadPreset(target="target-mla"), "eagle-gqa": HeadPreset(target="target-gqa", seed=6)}
+HEADS = {
+    "eagle-mla": HeadPreset(target="target-mla"),
+    "eagle-gqa": HeadPreset(target="target-gqa", seed=6),
+    "eagle-moe": HeadPreset(target="target-moe", taps=(0, 1, 2), seed=9),
+}
 
 LARGE = {
     "target-small": Preset(

@@ -2,12 +2,13 @@
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import attrs
 
 from .. import smollm2
+from ..checkpoint import load_config
 from ..engine.sampling import SamplingParams
 from ..errors import EngineError
 from .options import (
@@ -23,6 +24,7 @@ from .options import (
     add_models,
     add_spread,
     add_stages,
+    checkpoint_folder,
 )
 from .trouble import KINDS
 
@@ -232,17 +234,37 @@ def check(options: DemoOptions) -> None:
          "--overview tells of engines that the demo starts: leave --attach out"),
         (options.tiers and (options.attach is not None or options.trouble),
          "--tiers is of one engine: leave --attach, --kill, --drain, --sleep and --pause out"),
-        (options.dp_attention and options.prefill_dp == options.decode_dp == 1,
-         "--dp-attention is of replicas: give their number by --prefill-dp or --decode-dp"),
-        (options.dp_attention and options.tiers,
-         "--tiers is of one engine: leave --dp-attention out"),
-        (options.dp_attention and options.attach is not None,
-         "--dp-attention is for engines that the demo starts: leave it out, and start yours with --dp"),
         (options.json and options.picture, "--picture is of what is printed for people: leave --json out"),
+        *(_dp_attention(options) if options.dp_attention else ()),
     )  # fmt: skip
     for wrong, says in refused:
         if wrong:
             raise EngineError(says)
+
+
+def _dp_attention(options: DemoOptions) -> Iterable[tuple[object, str]]:
+    """What does not go together with --dp-attention, and why."""
+    yield (
+        options.attach is not None,
+        "--dp-attention is for engines that the demo starts: leave it out, and start yours with --dp",
+    )
+    sides = [role for role in ("prefill", "decode") if getattr(options, f"{role}_dp") > 1]
+    yield not sides, "--dp-attention is of replicas: give their number by --prefill-dp or --decode-dp"
+    has = not options.real and load_config(checkpoint_folder("target", options.target), options.dtype).moe is not None
+    yield (
+        not has,
+        "--dp-attention shares experts, and this target has none: choose --target moe or another with experts,"
+        " or leave --dp-attention out, for replicas that share nothing",
+    )
+    for role in sides:
+        yield (
+            getattr(options, f"{role}_pp") > 1,
+            f"--dp-attention has all replicas run each layer together: leave --{role}-pp out",
+        )
+        yield (
+            getattr(options, f"{role}_framework") == "jax",
+            f"--dp-attention is torch's: leave --{role}-framework jax out, or --{role}-dp",
+        )
 
 
 SIZES = (
