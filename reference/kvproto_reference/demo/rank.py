@@ -298,7 +298,8 @@ class EngineProcess:
 
     def warn(self, rank: int, sentence: str) -> None:
         """Print a sentence about a rank to stderr."""
-        print(f"{self.options.name} rank {rank} {sentence}", file=sys.stderr, flush=True)
+        replica = f" replica {self.options.replica}" if self.options.replica else ""  # as kvproto names its peers
+        print(f"{self.options.name}{replica} rank {rank} {sentence}", file=sys.stderr, flush=True)
 
     def tell(self, op: str, **fields: Any) -> None:
         """Tell the router, if this is the process of rank 0, which speaks for all."""
