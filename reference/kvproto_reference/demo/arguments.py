@@ -129,10 +129,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--prefill-cp", type=int, default=1, help="context-parallel ranks of prefill for each TP rank (default 1)")
     add("--prefill-interleave", type=int, default=16, help="consecutive tokens that one of them stores (default 16)")
     add("--prefill-deal", default="cyclic", metavar="NAME|R,R,...", help=DEAL)
-    add("--prefill-dp", type=int, default=1, help="data-parallel replicas of the prefill engine (default 1)")
-    add("--decode-dp", type=int, default=1, help="data-parallel replicas of the decode engine (default 1)")
-    shared = "let the replicas of an engine share the experts of the target: DP attention with expert parallel"
-    add("--dp-attention", action="store_true", help=shared)
+    _add_replicas(add)
     add_dcp(parser)
     add_back_end(parser)
     add_captured(parser)
@@ -177,6 +174,14 @@ def parse(argv: list[str] | None) -> DemoOptions:
     if parser.parse_known_args(argv)[0].real:
         parser.set_defaults(**REAL)
     return DemoOptions(**vars(parser.parse_args(argv)))
+
+
+def _add_replicas(add: Callable[..., object]) -> None:
+    """Add the options of replicas."""
+    add("--prefill-dp", type=int, default=1, help="data-parallel replicas of the prefill engine (default 1)")
+    add("--decode-dp", type=int, default=1, help="data-parallel replicas of the decode engine (default 1)")
+    shared = "let the replicas of an engine share the experts of the target: DP attention with expert parallel"
+    add("--dp-attention", action="store_true", help=shared)
 
 
 def _add_prompts(add: Callable[..., object]) -> None:
