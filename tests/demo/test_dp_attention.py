@@ -58,7 +58,6 @@ def test_an_engine_that_is_told_to_end_finishes_what_all_its_replicas_have(promp
         ("--target moe", "give their number by --prefill-dp or --decode-dp"),
         ("--decode-dp 2", "this target has none: choose --target moe"),
         ("--real --decode-dp 2", "this target has none"),
-        ("--target moe --decode-dp 2 --decode-pp 2", "leave --decode-pp out"),
         ("--target moe --prefill-dp 2 --prefill-framework jax", "leave --prefill-framework jax out, or --prefill-dp"),
         ("--target moe --decode-dp 2 --attach /tmp/kv", "start yours with --dp"),
     ],
@@ -72,7 +71,6 @@ def test_options_of_the_demo_that_do_not_fit_are_one_sentence(options: str, says
     ("options", "says"),
     [
         ("--dp 2", "the target has none: choose --target moe"),
-        ("--dp 2 --target moe --pp 2", "leave --pp 2 out"),
         ("--dp 5 --target moe --tp 2", "8 experts are too few for 10 ranks"),
         ("--dp 0", "--dp must be at least 1"),
         ("--dp 2 --target moe --replica 63", "--replica must be 0 to 62, not 63"),

@@ -88,7 +88,7 @@ def work(rank: int, folders: list[Path], out: Path) -> None:
         groups = [dist.new_group([*range(first, first + tp)]) for first in range(0, RANKS, tp)]
         replica, place = divmod(rank, tp)
         world = World(place, tp, groups[replica], (), replica, RANKS // tp, dist.group.WORLD)
-        parallel = TensorParallel(place, tp, world.group, experts=world.experts)
+        parallel = TensorParallel(place, tp, world.group, experts=world.experts(tp))
         found[name] = served(folders, parallel, of_replica(replica, tp), begins=3 * replica)
     torch.save(found, out / f"{rank}.pt")
     dist.destroy_process_group()

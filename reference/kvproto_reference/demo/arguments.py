@@ -263,10 +263,6 @@ def _dp_attention(options: DemoOptions) -> Iterable[tuple[object, str]]:
     )
     for role in sides:
         yield (
-            getattr(options, f"{role}_pp") > 1,
-            f"--dp-attention has all replicas run each layer together: leave --{role}-pp out",
-        )
-        yield (
             getattr(options, f"{role}_framework") == "jax",
             f"--dp-attention is torch's: leave --{role}-framework jax out, or --{role}-dp",
         )

@@ -122,11 +122,10 @@ class Layout:
 
     def _check_experts(self, target: ModelConfig) -> None:
         """Raise EngineError for experts that replicas cannot share."""
-        experts, ranks = 0 if target.moe is None else target.moe.experts, self.dp * self.ranks
+        experts, ranks = 0 if target.moe is None else target.moe.experts, self.dp * self.stage
         for wrong, says in (
             (not experts, f"--dp {self.dp} shares experts among replicas, and the target has none: choose --target moe,"
              " or another with experts, or start replicas of their own, by --replica"),
-            (self.pp > 1, f"--dp {self.dp} has all replicas run each layer together: leave --pp {self.pp} out"),
             (0 < experts < ranks, f"{experts} experts are too few for {ranks} ranks, as each holds one at least: lower"
              " --dp or --tp"),
         ):  # fmt: skip

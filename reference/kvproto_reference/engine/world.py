@@ -37,10 +37,18 @@ class World:
         """Of the engine."""
         return self.replicas * self.size
 
-    @property
-    def experts(self) -> SharedExperts | None:
-        """The ranks over which experts are dealt; None where there is one replica."""
-        return SharedExperts(self.place, self.processes, self.engine) if self.replicas > 1 else None
+    def experts(self, stage: int) -> SharedExperts | None:
+        """The ranks over which experts of a layer are dealt: of the same pipeline stage, each of `stage` ranks.
+
+        None where there is one replica. A collective of all processes of the engine.
+        """
+        if self.replicas == 1:
+            return None
+        firsts = range(0, self.processes, self.size)
+        stages = [[first + rank + n for first in firsts for n in range(stage)] for rank in range(0, self.size, stage)]
+        mine = stages[self.rank // stage]
+        groups = [self.engine if len(ranks) == self.processes else dist.new_group(ranks) for ranks in stages]
+        return SharedExperts(mine.index(self.place), len(mine), groups[self.rank // stage])
 
     def among(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """The one of these groups of a replica that this process is in, None if it would be alone.

@@ -18,6 +18,7 @@ class Pipeline:
     """
 
     rank: int
+    """Place in the engine, as those in `chunks`."""
     chunks: tuple[tuple[int, range], ...]
     """In order: a rank, and the layers that it has."""
     group: dist.ProcessGroup | None = None
