@@ -46,7 +46,7 @@ def test_tokens_and_acceptance_are_those_of_one_engine(name: str, prompts: Path)
 
 
 def test_an_engine_that_is_told_to_end_finishes_what_all_its_replicas_have(prompts: Path) -> None:
-    options = "--prefill-tp 1 --prefill-dp 2 --decode-tp 2 --dcp 2 --decode-dp 2 --drain"
+    options = "--prefill-tp 1 --prefill-pp 2 --prefill-dp 2 --decode-tp 2 --dcp 2 --decode-dp 2 --drain"
     result = demo(*DP, *options.split(), "--prompt-file", prompts, "--json")
     assert result.status == 0, result.said
     assert report(result)["identical"]

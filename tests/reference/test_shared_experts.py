@@ -33,7 +33,7 @@ CONFIGS = [
 TENSOR_PARALLEL = {"DP 4": 1, "DP 2 of TP 2": 2}
 PROMPTS = [[], [[3, 14, 15, 92, 65]], [[35, 89], [79] * 23, [32, 38, 46]], [[(7 * i * i) % 257 for i in range(40)]]]
 """Of each rank's replica; one with two ranks has those of two."""
-ROWS = [(0, 2, 0, 0, 5, 0), (0, 0, 0, 0, 0, 0), (1, 1, 1, 1, 1, 1), (3, 0, 0, 0, 0, 4)]
+ROWS = [(0, 2, 3, 0, 5, 1), (0, 0, 0, 0, 0, 0), (1, 1, 1, 1, 1, 1), (3, 0, 0, 0, 0, 4)]
 """How many rows each rank has for each expert."""
 
 
