@@ -98,7 +98,8 @@ def _shape(options: DemoOptions, role: str) -> str:
     ranks = tp * pp * (options.prefill_cp if role == "prefill" else 1)
     processes = ranks if framework == "torch" else 1
     sizes = [f"TP {tp}", f"pages of {options.page_size_of(role)} tokens"]
-    sizes[:0] = [f"{dp} replicas{' that share experts' * options.dp_attention}"] * (dp > 1) + [f"{framework}, {processes} process{'es' * (processes > 1)}"]
+    replicas = f"{dp} replicas" + " that share experts" * options.dp_attention
+    sizes[:0] = [replicas] * (dp > 1) + [f"{framework}, {processes} process{'es' * (processes > 1)}"]
     return ", ".join(sizes)
 
 

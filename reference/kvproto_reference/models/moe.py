@@ -15,7 +15,8 @@ class Experts(nn.Module):
     def __init__(self, hidden: int, moe: MoeConfig, tp: TensorParallel) -> None:
         super().__init__()
         shared = tp.experts
-        held, width = (moe.experts, tp.width(moe.ffn)) if shared is None else (shared.held(moe.experts), moe.ffn)
+        held = moe.experts if shared is None else shared.held(moe.experts)[shared.rank]
+        width = tp.width(moe.ffn) if shared is None else moe.ffn
         self.gate = weight(held, width, hidden)
         self.up = weight(held, width, hidden)
         self.down = weight(held, hidden, width)

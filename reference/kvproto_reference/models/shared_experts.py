@@ -1,5 +1,6 @@
 """Experts that all ranks of an engine share, while each replica attends to requests of its own: DP attention."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -22,13 +23,15 @@ class SharedExperts:
     size: int
     group: dist.ProcessGroup | None = None
 
-    def share(self, experts: int) -> slice:
-        """The experts of this rank; shares differ by one if the number of ranks does not divide them."""
-        return slice(*(experts * rank // self.size for rank in (self.rank, self.rank + 1)))
+    def held(self, experts: int) -> list[int]:
+        """How many experts each rank has, one after the other."""
+        bounds = [experts * rank // self.size for rank in range(self.size + 1)]
+        return [hi - lo for lo, hi in itertools.pairwise(bounds)]
 
-    def held(self, experts: int) -> int:
-        """Their number."""
-        return experts * (self.rank + 1) // self.size - experts * self.rank // self.size
+    def share(self, experts: int) -> slice:
+        """Those of this rank."""
+        first = sum(self.held(experts)[: self.rank])
+        return slice(first, first + self.held(experts)[self.rank])
 
     def step(self, runs: bool) -> bool:
         """Tell the other ranks whether this one is to run a step, and hear whether any is; a collective."""
@@ -40,19 +43,16 @@ class SharedExperts:
 
         `experts` runs those of this rank: rows in their order, and how many are for each. A collective.
         """
-        pieces = [counts[self._of(rank).share(len(counts))] for rank in range(self.size)]
         held = self.held(len(counts))
-        asked = self._exchange(torch.cat(pieces), [*map(len, pieces)], [held] * self.size).view(self.size, held)
-        there, here = [int(piece.sum()) for piece in pieces], asked.sum(1).tolist()
+        mine = held[self.rank]
+        asked = self._exchange(counts, held, [mine] * self.size).view(self.size, mine)
+        there, here = [int(each.sum()) for each in counts.split_with_sizes(held)], asked.sum(1).tolist()
         came = self._exchange(rows, there, here)
         # They came rank by rank, each sorted by expert.
-        expert = torch.arange(held, device=rows.device).repeat(self.size).repeat_interleave(asked.flatten())
+        expert = torch.arange(mine, device=rows.device).repeat(self.size).repeat_interleave(asked.flatten())
         order = expert.argsort(stable=True)
         made = experts(came[order], asked.sum(0))
         return self._exchange(made[order.argsort()], here, there)
-
-    def _of(self, rank: int) -> "SharedExperts":
-        return attrs.evolve(self, rank=rank)
 
     def _exchange(self, sent: Tensor, there: Sequence[int], here: Sequence[int]) -> Tensor:
         """Send consecutive rows to each rank, so many as `there` says; returns those that come, `here` from each."""
