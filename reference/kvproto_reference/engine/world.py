@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import attrs
 import torch.distributed as dist
 
-from ..models import SharedExperts
+from ..models import ExpertParallel
 
 
 @attrs.frozen
@@ -37,7 +37,7 @@ class World:
         """Of the engine."""
         return self.replicas * self.size
 
-    def experts(self, stage: int) -> SharedExperts | None:
+    def experts(self, stage: int) -> ExpertParallel | None:
         """The ranks over which experts of a layer are dealt: of the same pipeline stage, each of `stage` ranks.
 
         None where there is one replica. A collective of all processes of the engine.
@@ -48,7 +48,7 @@ class World:
         stages = [[first + rank + n for first in firsts for n in range(stage)] for rank in range(0, self.size, stage)]
         mine = stages[self.rank // stage]
         groups = [self.engine if len(ranks) == self.processes else dist.new_group(ranks) for ranks in stages]
-        return SharedExperts(mine.index(self.place), len(mine), groups[self.rank // stage])
+        return ExpertParallel(mine.index(self.place), len(mine), groups[self.rank // stage])
 
     def among(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """The one of these groups of a replica that this process is in, None if it would be alone.

@@ -3,10 +3,10 @@
 from .base import Attention, Cached, Dense, Model, Recurrence, Rows, State, Taps
 from .config import DeltaConfig, HeadConfig, ModelConfig, MoeConfig, WindowConfig
 from .decoder import Decoder
+from .expert_parallel import ExpertParallel
 from .head import Head, head_among
 from .ops import FusedOps, Ops
 from .parallel import SOLO, Pipeline, TensorParallel, cut, delta_heads, key_head_of, kv_head_of, kv_head_range
-from .shared_experts import SharedExperts
 
 __all__ = [
     "SOLO",
@@ -15,6 +15,7 @@ __all__ = [
     "Decoder",
     "DeltaConfig",
     "Dense",
+    "ExpertParallel",
     "FusedOps",
     "Head",
     "HeadConfig",
@@ -25,7 +26,6 @@ __all__ = [
     "Pipeline",
     "Recurrence",
     "Rows",
-    "SharedExperts",
     "State",
     "Taps",
     "TensorParallel",

@@ -77,7 +77,7 @@ class Decoder(Stepping):
                 module.join()
 
     def idle(self) -> None:
-        """Take part in the steps that other replicas run, until none of them has another one: see `SharedExperts`."""
+        """Take part in the steps that other replicas run, until none of them has another one: see `ExpertParallel`."""
         while self.tp.experts is not None and self.tp.experts.step(False):
             for block in self.blocks.values():
                 block.idle()

@@ -10,13 +10,15 @@ from .parallel import TensorParallel
 
 
 class Experts(nn.Module):
-    """Weights of routed experts: the width of each is split over TP ranks, or whole experts over those that share."""
+    """Weights of routed experts: the width of each is split over TP ranks, or whole ones are dealt over all ranks."""
 
     def __init__(self, hidden: int, moe: MoeConfig, tp: TensorParallel) -> None:
         super().__init__()
-        shared = tp.experts
-        held = moe.experts if shared is None else shared.held(moe.experts)[shared.rank]
-        width = tp.width(moe.ffn) if shared is None else moe.ffn
+        held, width = moe.experts, moe.ffn
+        if tp.experts is None:
+            width = tp.width(width)
+        else:
+            held = tp.experts.held(held)[tp.experts.rank]
         self.gate = weight(held, width, hidden)
         self.up = weight(held, width, hidden)
         self.down = weight(held, hidden, width)
@@ -58,8 +60,8 @@ class MoeFFN(nn.Module):
         weights, chosen = self.route(tokens)
         order = chosen.flatten().argsort(stable=True)
         rows, counts = tokens[order // self.moe.top_k], chosen.flatten().bincount(minlength=self.moe.experts)
-        shared = self.tp.experts
-        made = self.experts(rows, counts) if shared is None else shared.run(self.experts, rows, counts)
+        ranks = self.tp.experts
+        made = self.experts(rows, counts) if ranks is None else ranks.run(self.experts, rows, counts)
         by_token = made[order.argsort()].reshape(*chosen.shape, tokens.shape[-1])
         return (by_token * weights[..., None]).sum(1).to(tokens.dtype)
 

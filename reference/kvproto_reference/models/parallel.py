@@ -7,7 +7,7 @@ from torch import Tensor
 from ..errors import EngineError
 from ..gather import gather, near_to
 from .config import ModelConfig
-from .shared_experts import SharedExperts
+from .expert_parallel import ExpertParallel
 
 
 @attrs.frozen
@@ -78,7 +78,7 @@ class TensorParallel:
     """Whether a rank projects the queries of its whole DCP group, so that none have to be gathered."""
     pipeline: Pipeline | None = None
     """Which layers this rank has; None: all of them."""
-    experts: SharedExperts | None = None
+    experts: ExpertParallel | None = None
     """The ranks over which whole experts are dealt; None: those of the TP group divide the width of each."""
 
     def __attrs_post_init__(self) -> None:

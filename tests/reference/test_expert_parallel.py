@@ -16,7 +16,7 @@ from kvproto_reference.engine.runner import Runner
 from kvproto_reference.engine.sequence import TokenSequence
 from kvproto_reference.engine.speculative import SpeculativeDecoder
 from kvproto_reference.engine.world import World
-from kvproto_reference.models import Decoder, ModelConfig, MoeConfig, SharedExperts, TensorParallel
+from kvproto_reference.models import Decoder, ExpertParallel, ModelConfig, MoeConfig, TensorParallel
 from tests.processes import all_end_well, imported
 
 from .engines import close
@@ -96,7 +96,7 @@ def work(rank: int, folders: list[Path], out: Path) -> None:
 
 def exchanged(rank: int) -> list[int]:
     """Expert e adds e to its rows; returns how many rows each of this rank's experts saw."""
-    shared, counts, saw = SharedExperts(rank, RANKS, dist.group.WORLD), torch.tensor(ROWS[rank]), list[int]()
+    shared, counts, saw = ExpertParallel(rank, RANKS, dist.group.WORLD), torch.tensor(ROWS[rank]), list[int]()
     first = shared.share(len(counts)).start
     rows = 100 * rank + torch.arange(2.0 * counts.sum()).view(-1, 2)
 
@@ -134,7 +134,7 @@ def test_replicas_write_what_one_engine_writes(
 @pytest.mark.parametrize("size", [2, 4, 6])
 def test_shares_of_all_ranks_are_the_experts(models: list[Path], size: int) -> None:
     whole = checkpoint.state(models[0])
-    parts = [checkpoint.state(models[0], TensorParallel(experts=SharedExperts(r, size))) for r in range(size)]
+    parts = [checkpoint.state(models[0], TensorParallel(experts=ExpertParallel(r, size))) for r in range(size)]
     for name, weights in whole.items():
         if ".experts." in name:
             assert torch.equal(torch.cat([part[name] for part in parts]), weights)

@@ -1,4 +1,4 @@
-"""Experts that all ranks of an engine share, while each replica attends to requests of its own: DP attention."""
+"""Expert parallel: whole experts are dealt over all ranks of an engine, whose replicas have attention of their own."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ from ..gather import near_to
 
 
 @attrs.frozen
-class SharedExperts:
-    """The ranks over which whole experts are dealt (expert parallel): tokens go to the rank of an expert, and back.
+class ExpertParallel:
+    """The ranks over which whole experts are dealt: rows of tokens go to the rank with their expert, and back.
 
     Every layer with experts is an exchange of all ranks, so they run steps together. One whose replica has no tokens
     takes part without any.
