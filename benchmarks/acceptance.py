@@ -3,7 +3,7 @@
 `python benchmarks/acceptance.py [TARGET ...] [--out] [--quick]`, or `make acceptance`: a prefill and a decode engine of the demo, in
 processes of their own, greedily continue prompts of several lengths. Small models of one architecture draft for another,
 on the text that they were trained on and on one that they have never seen (the licence of this repository), and the two
-engines differ in TP. Heads that were trained on what their own targets write (`distill.py`) draft for these on texts that
+engines differ in TP, or in the number of their replicas, if these share the experts of the target (DP attention). Heads that were trained on what their own targets write (`distill.py`) draft for these on texts that
 they have not seen: a story, a page of documentation, a licence. Each request is compared with one undivided engine that
 begins alike: its tokens, and how many proposals of the draft it accepts. --out keeps what each target gave.
 
@@ -28,12 +28,16 @@ from kvproto_reference.data import load_text
 
 PAIRS = [(target, draft) for target in ("mla", "gqa") for draft in ("gqa", "mla", "eagle")]
 """Architectures of target and draft; `eagle` is a head that reads the target's hidden states."""
+EXPERTS = [("moe", "gqa"), ("moe", "eagle")]
+"""A target with experts, and its drafts."""
 DISTILLED = [(target, draft) for target in ("small", "smollm2") for draft in ("eagle", "mtp")]
 """Targets with heads that were trained on a GPU."""
-TARGETS = tuple(dict.fromkeys(target for target, _ in (*PAIRS, *DISTILLED)))
+TARGETS = tuple(dict.fromkeys(target for target, _ in (*PAIRS, *EXPERTS, *DISTILLED)))
 WAYS = {"handed over": (), "computed": ("--cold-draft", "compute"), "cold": ("--cold-draft", "zero")}
 TP = [(2, 1), (1, 2), (4, 2)]
 """TP ranks of prefill and of decode."""
+DP = {"DP 4 to DP 2": "--prefill-tp 1 --prefill-dp 4 --decode-dp 2", "TP 2 to DP 4": "--prefill-tp 2 --decode-dp 4"}
+"""Replicas that share experts, as a demo's options."""
 LENGTHS = (24, 96, 320)
 """Tokens of a prompt; SmolLM2 has some four bytes in one."""
 BYTES_A_TOKEN = {"smollm2": 4}
@@ -44,7 +48,7 @@ PROPOSED, NEW = 4, 48
 def texts(target: str) -> dict[str, str]:
     """The texts that a target continues, without the blank lines that separate prompts."""
     story, licence, page = load_text(), *(ROOT.joinpath(name).read_text() for name in ("LICENSE", "README.md"))
-    if target in ("mla", "gqa"):
+    if target in ("mla", "gqa", "moe"):
         return {"trained on": _joined(story), "never seen": _joined(licence)}
     return {"story": _joined(story), "page": _joined(page), "licence": _joined(licence)}
 
@@ -91,25 +95,28 @@ def shown(found: dict[str, Any]) -> str:
     return "  ".join(f"{of['decoded'] / of['steps']:5.2f} {of['accepted'] / of['proposed']:4.0%}" for of in cells)
 
 
-def cases(target: str, quick: bool) -> Iterator[tuple[str, str, tuple[int, int]]]:
-    """Draft, way and TP of each demo of a target."""
-    for draft in [draft for of, draft in (*PAIRS, *DISTILLED) if of == target][: 1 if quick else None]:
+def cases(target: str, quick: bool) -> Iterator[tuple[str, str, dict[str, Any], list[str]]]:
+    """Draft, way, sizes and the options of these, of each demo of a target."""
+    tensor_parallel = [({"tp": [p, d]}, ["--prefill-tp", str(p), "--decode-tp", str(d)]) for p, d in TP]
+    for draft in [draft for of, draft in (*PAIRS, *EXPERTS, *DISTILLED) if of == target][: 1 if quick else None]:
+        first, *others = tensor_parallel
+        if (target, draft) in EXPERTS:
+            first, *others = [({"dp": name}, ["--dp-attention", *args.split()]) for name, args in DP.items()]
         ways = [way for way in WAYS if way != "computed" or draft not in ("eagle", "mtp")]
-        yield from ((draft, way, TP[0]) for way in (ways[:1] if quick else ways))
-        if not quick and (target, draft) in PAIRS:
-            yield from ((draft, "handed over", tp) for tp in TP[1:])
+        yield from ((draft, way, *first) for way in (ways[:1] if quick else ways))
+        if not quick and (target, draft) not in DISTILLED:
+            yield from ((draft, "handed over", *other) for other in others)
 
 
 def measured(target: str, quick: bool) -> list[dict[str, Any]]:
     """What each demo of a target counted."""
     asked, rows = list(prompts(target, 1 if quick else 3 if target == "smollm2" else 12)), []
     print("; ".join(f"{text}, {length}" for text in texts(target) for length in LENGTHS), flush=True)
-    for draft, way, (here, there) in cases(target, quick):
+    for draft, way, sizes, options in cases(target, quick):
         folder = str(smollm2.folder()) if target == "smollm2" else target
-        of = ["--target", folder, "--draft", draft, "--prefill-tp", str(here), "--decode-tp", str(there), *WAYS[way]]
-        found = counted(asked, of)
-        rows.append({"draft": draft, "way": way, "tp": [here, there], "prompts": len(asked), "found": found})
-        print(f"{target} + {draft}, {way:11}, TP {here} to {there}: {shown(found)}", flush=True)
+        found = counted(asked, ["--target", folder, "--draft", draft, *options, *WAYS[way]])
+        rows.append({"draft": draft, "way": way, **sizes, "prompts": len(asked), "found": found})
+        print(f"{target} + {draft}, {way:11}, {sizes}: {shown(found)}", flush=True)
     return rows
 
 

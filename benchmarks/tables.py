@@ -344,6 +344,12 @@ def sizes() -> Rows:
             yield name, f"{here} to {there}", *_accepted(row)
 
 
+@table("acceptance", "experts", "draft | its rows | sizes" + _ACCEPTANCE)
+def experts() -> Rows:
+    for row in results("acceptance")["moe"]["rows"]:
+        yield row["draft"].upper(), row["way"], row["dp"], *_accepted(row)
+
+
 @table("acceptance", "distilled", "target + head | the head's rows" + _UNSEEN)
 def distilled() -> Rows:
     for name, row in _drafted("small", "smollm2"):

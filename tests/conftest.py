@@ -140,6 +140,7 @@ ONE_WORKER = {
     "conformance/test_engines_c.py": "engines in C",
     "conformance/test_testees.py": "testees",
     "reference/test_reference_parallel.py": "ranks",
+    "reference/test_expert_parallel.py": "experts",
     "reference/test_hf_checkpoint.py": "transformers",
     "reference/test_hf_configs.py": "transformers",
     "reference/test_hf_logits.py": "transformers",

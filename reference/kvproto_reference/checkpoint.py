@@ -210,7 +210,8 @@ def _read_hf(weights: Weights, config: ModelConfig, tp: TensorParallel, name: st
     """This rank's slice of our weight `name` of full `shape`, from the tensor or tensors that hold it."""
     part, origin = cut(config, tp, name, shape), source(name, config)
     if ".experts." in name:
-        return torch.stack([weights.read(origin.format(e), shape[1:], part[1:]) for e in range(shape[0])])
+        mine = range(part[0].start, part[0].stop)
+        return torch.stack([weights.read(origin.format(expert), shape[1:], part[1:]) for expert in mine])
     if name.endswith(("k_up", "v_up")):
         # One tensor holds both, head by head: first the rows that make keys, then those that make values.
         each = config.nope_dim + config.v_dim

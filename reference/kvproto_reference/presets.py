@@ -2,7 +2,7 @@
 
 import attrs
 
-from .models import DeltaConfig, ModelConfig, WindowConfig
+from .models import DeltaConfig, ModelConfig, MoeConfig, WindowConfig
 from .models.config import Kind
 
 
@@ -44,6 +44,22 @@ PRESETS: dict[str, Preset] = {
         steps=1200,
         seed=7,
     ),
+    "target-moe": Preset(
+        config=ModelConfig(
+            kind="mla",
+            hidden=64,
+            layers=3,
+            heads=4,
+            latent=32,
+            rope_dim=8,
+            nope_dim=16,
+            v_dim=16,
+            ffn=144,
+            moe=MoeConfig(layers=(1, 2), experts=8, top_k=2, ffn=32, shared_ffn=48, normalize=True),
+        ),
+        steps=1200,
+        seed=8,
+    ),
     "draft-mla": Preset(
         config=ModelConfig(
             kind="mla", hidden=48, layers=2, heads=4, latent=24, rope_dim=8, nope_dim=12, v_dim=12, ffn=112
@@ -83,7 +99,11 @@ class HeadPreset:
     seed: int = 5
 
 
-HEADS = {"eagle-mla": HeadPreset(target="target-mla"), "eagle-gqa": HeadPreset(target="target-gqa", seed=6)}
+HEADS = {
+    "eagle-mla": HeadPreset(target="target-mla"),
+    "eagle-gqa": HeadPreset(target="target-gqa", seed=6),
+    "eagle-moe": HeadPreset(target="target-moe", taps=(0, 1, 2), seed=9),
+}
 
 LARGE = {
     "target-small": Preset(

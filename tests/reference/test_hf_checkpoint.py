@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from kvproto_reference import checkpoint
 from kvproto_reference.errors import EngineError
-from kvproto_reference.models import ModelConfig
+from kvproto_reference.models import ExpertParallel, ModelConfig, TensorParallel
 from kvproto_reference.models.hf import eos_ids, translate
 from kvproto_reference.weights import weight_files
 from tests.reference.hf_tiny import write
@@ -71,6 +71,16 @@ def test_older_names_of_config_keys_say_the_same(deepseek: Path) -> None:
     del old["rope_scaling"]["rope_type"]
     assert translate(old, "float32") == translate(new, "float32")
     assert (translate(old, "auto").dtype, translate(new, "auto").dtype) == ("bfloat16", "float32")
+
+
+def test_ranks_that_share_experts_read_their_own(deepseek: Path) -> None:
+    whole = checkpoint.load(deepseek).blocks[1].state_dict()
+    parts = [
+        checkpoint.load(deepseek, TensorParallel(experts=ExpertParallel(r, 3))).blocks[1].state_dict() for r in range(3)
+    ]
+    names = [name for name in whole if ".experts." in name]
+    assert names
+    assert all(torch.equal(torch.cat([part[name] for part in parts]), whole[name]) for name in names)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(deepseek: Path) -> None:

@@ -63,9 +63,14 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("target", "draft"), [("llama", "qwen3"), ("deepseek-v3", "llama")])
-def test_two_prefill_ranks_to_one_decode_rank(folders: dict[str, Path], target: str, draft: str, prompts: Path) -> None:
-    args = ["--model", folders[target], "--draft-model", folders[draft], "--json", "--max-new", "16"]
+@pytest.mark.parametrize(
+    ("target", "draft", "more"),
+    [("llama", "qwen3", []), ("deepseek-v3", "llama", ["--decode-dp", "2", "--dp-attention"])],
+)
+def test_two_prefill_ranks_to_decode(
+    folders: dict[str, Path], target: str, draft: str, more: list[str], prompts: Path
+) -> None:
+    args = ["--model", folders[target], "--draft-model", folders[draft], "--json", "--max-new", "16", *more]
     status, out, said = Command(main, [*args, "--prefill-tp", "2", "--prompt-file", prompts]).wait()
     assert status == 0, said
     told: dict[str, Any] = json.loads(out)

@@ -2,12 +2,13 @@
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import attrs
 
 from .. import smollm2
+from ..checkpoint import load_config
 from ..engine.sampling import SamplingParams
 from ..errors import EngineError
 from .options import (
@@ -23,6 +24,7 @@ from .options import (
     add_models,
     add_spread,
     add_stages,
+    checkpoint_folder,
 )
 from .trouble import KINDS
 
@@ -46,6 +48,7 @@ class DemoOptions:
     prefill_deal: str = "cyclic"
     prefill_dp: int = 1
     decode_dp: int = 1
+    dp_attention: bool = False
     dcp: int = 1
     interleave: int = 1
     deal: str = "cyclic"
@@ -126,8 +129,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add("--prefill-cp", type=int, default=1, help="context-parallel ranks of prefill for each TP rank (default 1)")
     add("--prefill-interleave", type=int, default=16, help="consecutive tokens that one of them stores (default 16)")
     add("--prefill-deal", default="cyclic", metavar="NAME|R,R,...", help=DEAL)
-    add("--prefill-dp", type=int, default=1, help="data-parallel replicas of the prefill engine (default 1)")
-    add("--decode-dp", type=int, default=1, help="data-parallel replicas of the decode engine (default 1)")
+    _add_replicas(add)
     add_dcp(parser)
     add_back_end(parser)
     add_captured(parser)
@@ -172,6 +174,14 @@ def parse(argv: list[str] | None) -> DemoOptions:
     if parser.parse_known_args(argv)[0].real:
         parser.set_defaults(**REAL)
     return DemoOptions(**vars(parser.parse_args(argv)))
+
+
+def _add_replicas(add: Callable[..., object]) -> None:
+    """Add the options of replicas."""
+    add("--prefill-dp", type=int, default=1, help="data-parallel replicas of the prefill engine (default 1)")
+    add("--decode-dp", type=int, default=1, help="data-parallel replicas of the decode engine (default 1)")
+    shared = "let the replicas of an engine share the experts of the target: DP attention with expert parallel"
+    add("--dp-attention", action="store_true", help=shared)
 
 
 def _add_prompts(add: Callable[..., object]) -> None:
@@ -230,10 +240,32 @@ def check(options: DemoOptions) -> None:
         (options.tiers and (options.attach is not None or options.trouble),
          "--tiers is of one engine: leave --attach, --kill, --drain, --sleep and --pause out"),
         (options.json and options.picture, "--picture is of what is printed for people: leave --json out"),
+        *(_dp_attention(options) if options.dp_attention else ()),
     )  # fmt: skip
     for wrong, says in refused:
         if wrong:
             raise EngineError(says)
+
+
+def _dp_attention(options: DemoOptions) -> Iterable[tuple[object, str]]:
+    """What does not go together with --dp-attention, and why."""
+    yield (
+        options.attach is not None,
+        "--dp-attention is for engines that the demo starts: leave it out, and start yours with --dp",
+    )
+    sides = [role for role in ("prefill", "decode") if getattr(options, f"{role}_dp") > 1]
+    yield not sides, "--dp-attention is of replicas: give their number by --prefill-dp or --decode-dp"
+    has = not options.real and load_config(checkpoint_folder("target", options.target), options.dtype).moe is not None
+    yield (
+        not has,
+        "--dp-attention shares experts, and this target has none: choose --target moe or another with experts,"
+        " or leave --dp-attention out, for replicas that share nothing",
+    )
+    for role in sides:
+        yield (
+            getattr(options, f"{role}_framework") == "jax",
+            f"--dp-attention is torch's: leave --{role}-framework jax out, or --{role}-dp",
+        )
 
 
 SIZES = (

@@ -508,7 +508,7 @@ class DecodeProcess(EngineProcess):
 
 
 def _run(options: EngineOptions, world: World) -> int:
-    return DecodeProcess(options, world).serve("decode")
+    return DecodeProcess(options.of(world.replica), world).serve("decode")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -518,7 +518,7 @@ def main(argv: list[str] | None = None) -> int:
         options.check("decode")
         for address, why in unknown_hosts(options.seeds).items():
             print(f"warning: the host of {address} is not known here, yet: {why}", file=sys.stderr)
-        return launch(_run, options, options.processes, options.folder)
+        return launch(_run, options, options.processes, options.folder, options.layout.dp)
     except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

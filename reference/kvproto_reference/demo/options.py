@@ -31,12 +31,13 @@ FRAMEWORKS = ("torch", "jax")
 TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other installed transport (default shm)"
 
 
-SHIPPED = {"target": ("mla", "gqa", "small", "hybrid"), "draft": ("mla", "gqa")}
+SHIPPED = {"target": ("mla", "gqa", "small", "hybrid", "moe"), "draft": ("mla", "gqa")}
 """Names of the targets that are shipped, and of the drafts."""
 HEADS = {"eagle": "eagle3", "mtp": "mtp"}
 """Names of drafts that are heads of their target, and the form of these."""
 COLD = ("compute", "zero")
 """Ways to begin a draft that prefill lacks."""
+DP = "replicas in this engine that share the experts of the target, each with attention of its own (default 1)"
 SPECULATE = "tokens that the draft proposes per step; 0: no draft (default 4)"
 DEAL = "which rank stores each run: cyclic, zigzag, or R,R,... until the pattern repeats (default cyclic)"
 """The help text of every option that takes a deal."""
@@ -61,7 +62,7 @@ class EngineOptions:
     dtype: str
     layout: Layout
     replica: int
-    """Which data-parallel replica this is."""
+    """Which data-parallel replica this is; with DP attention, the first of this engine."""
     pages: int
     page_size: int
     window_pages: int | None
@@ -115,12 +116,16 @@ class EngineOptions:
 
     @property
     def processes(self) -> int:
-        """Processes of the engine: one for each rank in torch, one for all of them in JAX."""
+        """Processes of a replica: one for each rank in torch, one for all of them in JAX."""
         return self.layout.ranks if self.framework == "torch" else 1
 
     def device(self, rank: int) -> int | None:
         """The GPU of a rank; None: the host."""
         return self.devices[rank % len(self.devices)] if self.devices else None
+
+    def of(self, replica: int) -> "EngineOptions":
+        """The options of one of the engine's replicas."""
+        return attrs.evolve(self, replica=self.replica + replica)
 
     @property
     def memory(self) -> Allocate:
@@ -205,7 +210,7 @@ class EngineOptions:
 
 
 _COUNTS = (
-    "tp", "pp", "virtual", "draft_tp", "cp", "dcp", "interleave", "pages", "page_size", "window_pages", "chunk",
+    "dp", "tp", "pp", "virtual", "draft_tp", "cp", "dcp", "interleave", "pages", "page_size", "window_pages", "chunk",
     "sources",
 )  # fmt: skip
 """Options that are at least 1."""
@@ -282,7 +287,8 @@ def _parser(role: str) -> argparse.ArgumentParser:
         required=True,
         help="private directory that both engines and the router use; created if missing",
     )
-    add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
+    add("--tp", type=int, default=1, help="tensor-parallel ranks of a replica (default 1)")
+    add("--dp", type=int, default=1, metavar="N", help=DP)
     add_stages(parser)
     add("--cp", type=int, default=1, help="context-parallel ranks of prefill for each TP rank (default 1)")
     add("--replica", type=int, default=0, help="which data-parallel replica this is, from 0 (default 0)")
@@ -405,7 +411,10 @@ def _check(role: str, args: argparse.Namespace) -> None:
         (jax and "jax" in missing, "--framework jax needs JAX: pip install jax"),
         (args.devices and args.transport in ("shm", "inline"),
          "--devices needs --transport cuda or nixl: shm and inline move memory of the host"),
-        (not 0 <= args.replica < REPLICAS, f"--replica must be 0 to {REPLICAS - 1}, not {args.replica}"),
+        (not 0 <= args.replica <= REPLICAS - args.dp,
+         f"--replica must be 0 to {REPLICAS - args.dp}, not {args.replica}"),
+        (jax and args.dp > 1, "--dp is torch's: --framework jax has the experts of one replica"),
+        (args.dp > 1 and captured, "--captured is of ranks alone: experts of other replicas are in no CUDA graph"),
         (role == "decode" and args.cp > 1, "--cp is prefill's; ranks of decode deal tokens by --dcp"),
         (flashinfer and not gpus,
          "--back-end flashinfer runs on CUDA: it needs --transport cuda, or nixl with --devices"),

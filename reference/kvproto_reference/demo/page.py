@@ -85,7 +85,8 @@ def _engines(options: DemoOptions, router: Router, compared: list[Compared]) -> 
     for source, sink in sorted({(s, d) for s, d, _ in moved}):
         groups = {g: n for (s, d, g), n in moved.items() if (s, d) == (source, sink)}
         each = ", ".join(f"{g} {n / 1e6:.1f} MB" for g, n in groups.items() if n)
-        table.add_row("[cyan]      │", f"[cyan]rank {source} to rank {sink}: {each}")
+        names = (f"{f'replica {replica} ' * router.several}rank {rank}" for replica, rank in (source, sink))
+        table.add_row("[cyan]      │", f"[cyan]{' to '.join(names)}: {each}")
     table.add_row("[cyan]      ▼", f"[cyan]{total:,} bytes of KV cache by {options.transport}{times[1]}")
     table.add_row("[bold]decode engine", f"[bold]{_shape(options, 'decode')}")
     table.add_row("", f"wrote {wrote:,} tokens{times[2]}")
@@ -95,9 +96,10 @@ def _engines(options: DemoOptions, router: Router, compared: list[Compared]) -> 
 def _shape(options: DemoOptions, role: str) -> str:
     framework, tp, pp, dp = (getattr(options, f"{role}_{name}") for name in ("framework", "tp", "pp", "dp"))
     ranks = tp * pp * (options.prefill_cp if role == "prefill" else 1)
-    processes = ranks if framework == "torch" else 1
+    processes = ranks * (dp if options.dp_attention else 1) if framework == "torch" else 1
     sizes = [f"TP {tp}", f"pages of {options.page_size_of(role)} tokens"]
-    sizes[:0] = [f"{dp} replicas"] * (dp > 1) + [f"{framework}, {processes} process{'es' * (processes > 1)}"]
+    replicas = f"{dp} replicas" + " that share experts" * options.dp_attention
+    sizes[:0] = [replicas] * (dp > 1) + [f"{framework}, {processes} process{'es' * (processes > 1)}"]
     return ", ".join(sizes)
 
 

@@ -216,7 +216,7 @@ class PrefillProcess(EngineProcess):
 
 
 def _run(options: EngineOptions, world: World) -> int:
-    return PrefillProcess(options, world).serve("prefill")
+    return PrefillProcess(options.of(world.replica), world).serve("prefill")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -224,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = parse("prefill", argv)
         options.check("prefill")
-        return launch(_run, options, options.processes, options.folder)
+        return launch(_run, options, options.processes, options.folder, options.layout.dp)
     except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

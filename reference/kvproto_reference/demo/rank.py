@@ -31,18 +31,19 @@ from .options import EngineOptions
 class EngineProcess:
     """What the processes of prefill and decode have in common.
 
-    A word is a JSON object with an "op". All processes hear each word of the router or of a rank, in the same order,
-    and handle it in the method `on_OP(rank, word)`.
+    A word is a JSON object with an "op". All processes of a replica hear each word of the router or of a rank, in the
+    same order, and handle it in the method `on_OP(rank, word)`; words with "all" are heard by every replica of the
+    engine. Replicas that share experts take their turns together, each with requests, pools and pages of its own.
     """
 
     doors: Mapping[int, Source] | Mapping[int, Sink]
     """kvproto's Source or Sink of each hosted rank; subclasses open them."""
 
     def __init__(self, options: EngineOptions, world: World) -> None:
-        self.options, self.ranks = options, options.layout.ranks
+        self.options, self.ranks, self._world = options, options.layout.ranks, world
         configs, tokenizer, layout = options.configs, options.tokenizer, options.layout
         self.tokenizer = tokenizer
-        self.device = device_of(options.device(world.rank) if options.framework == "torch" else None)
+        self.device = device_of(options.device(world.place) if options.framework == "torch" else None)
         """The device on which torch leaves work pending: the host for JAX, whose steps are over when they return."""
         folders = options.folders
         self.geometry = geometry(
@@ -67,7 +68,9 @@ class EngineProcess:
         if self._window:
             self.pages[WINDOW] = PageAllocator(options.window_pages or options.pages, options.seed)
         self.status: int | None = None
-        """The exit status, as soon as the engine is to end."""
+        """The exit status, as soon as this replica is to end."""
+        self._ended: dict[int, int] = {}
+        """Those of all replicas that are to end, if there are several."""
         self.said: Said = []
         """Words to the other processes that do not come from kvproto's events."""
         self.draining = False
@@ -129,16 +132,10 @@ class EngineProcess:
         signal.signal(signal.SIGTERM, self._terminated)
         signal.signal(signal.SIGUSR1, self._put_to_sleep)
         try:
-            while self.status is None:
+            while not self._over:
                 self.on_time()
-                if not (self.busy or self._rest()):
-                    continue
-                for said in self._lockstep.exchange(self._hear()):
-                    for word in said:
-                        getattr(self, "on_" + word["op"])(word.get("rank", 0), word)
-                self.advance()
-                if self.draining and len(self._drained) == self.ranks and not self.held:
-                    self.status = 0
+                if self._rest():
+                    self._turn()
         finally:
             for door in self.doors.values():
                 door.close("stopped" if self.status == 0 else "ended by an error")
@@ -146,11 +143,39 @@ class EngineProcess:
                 self.kept.close(self.status == 0)
         if self._control is not None:
             self._control.close()
-        return self.status
+        return max(self._ended.values(), default=self.status or 0)
+
+    def _turn(self) -> None:
+        """Handle what all ranks have to say, and compute a step; replicas end when all are to, or one by an error."""
+        for place, said in enumerate(self._lockstep.exchange(self._hear())):
+            for word in said:
+                if place // self._world.size == self._world.replica or "all" in word:
+                    getattr(self, "on_" + word["op"])(word.get("rank", 0), word)
+        if self.status is None:
+            self.advance()
+        self.target.idle()
+        if self.status is None and self.draining and len(self._drained) == self.ranks and not self.held:
+            self.status = 0
+        if self.status is not None and self._world.replica not in self._ended:
+            self.said.append({"op": "ended", "all": True, "replica": self._world.replica, "status": self.status})
+
+    @property
+    def _over(self) -> bool:
+        """Whether to stop serving: once all replicas are to end, as they need each other, or one by an error."""
+        if self._world.replicas == 1:
+            return self.status is not None
+        return any(self._ended.values()) or len(self._ended) == self._world.replicas
+
+    def on_ended(self, rank: int, word: dict[str, Any]) -> None:
+        """A replica of this engine is to end."""
+        self._ended[word["replica"]] = word["status"]
 
     def _rest(self) -> bool:
         """Wait until the ranks have something to tell each other or a timer is due; returns whether they have."""
-        fds, say = [self._bell, *(door.fileno() for door in self.doors.values())], bool(self.said)
+        busy = self.busy and self.status is None
+        if busy and self._world.replicas == 1:  # as all ranks know
+            return True
+        fds, say = [self._bell, *(door.fileno() for door in self.doors.values())], busy or bool(self.said)
         if self._control is not None:
             fds.append(self._control.fileno())
             say = say or self._control.pending
@@ -242,7 +267,7 @@ class EngineProcess:
         """Handle SIGTERM: drain; a second one ends this process at once."""
         if self.draining or not self.options.drain_for:
             sys.exit(143)
-        self.said.append({"op": "drain"})
+        self.said.append({"op": "drain", "all": True})
         os.eventfd_write(self._bell, 1)
 
     def on_drain(self, rank: int, word: dict[str, Any]) -> None:
@@ -273,7 +298,8 @@ class EngineProcess:
 
     def warn(self, rank: int, sentence: str) -> None:
         """Print a sentence about a rank to stderr."""
-        print(f"{self.options.name} rank {rank} {sentence}", file=sys.stderr, flush=True)
+        replica = f" replica {self.options.replica}" if self.options.replica else ""  # as kvproto names its peers
+        print(f"{self.options.name}{replica} rank {rank} {sentence}", file=sys.stderr, flush=True)
 
     def tell(self, op: str, **fields: Any) -> None:
         """Tell the router, if this is the process of rank 0, which speaks for all."""

@@ -117,15 +117,19 @@ def as_json(
     for c in compared:
         r = c.request
         rows.append({
-            "name": r.prompt.name, "prompt_tokens": len(r.prompt.tokens), "error": r.error, "tokens": r.tokens,
-            "undivided_tokens": c.tokens, "text": tokenizer.decode(r.tokens).decode("utf-8", "replace"),
+            "name": r.prompt.name, "engines": r.engines, "error": r.error,
+            "prompt_tokens": len(r.prompt.tokens), "tokens": r.tokens, "undivided_tokens": c.tokens,
+            "text": tokenizer.decode(r.tokens).decode("utf-8", "replace"),
             "arrived": r.arrived, "cached": r.cached, "lost": r.lost, "gave_way": (r.stats or {}).get("gave_way", 0),
             "acceptance": _length(r.stats), "undivided_acceptance": c.stats.mean_acceptance,
             **{name: (r.stats or {}).get(name, 0) for name in ("steps", "decoded", "proposed", "accepted")},
             "logprobs": r.logprobs, "undivided_logprobs": c.logprobs,
             "same_tokens": c.same_tokens, "lag": c.lag, "same_acceptance": c.same_acceptance,
         })  # fmt: skip
-    moved = [{"source": s, "sink": d, "group": g, "bytes": n} for (s, d, g), n in sorted(matrix(router).items())]
+    moved = [
+        {"source_replica": here, "source": s, "sink_replica": there, "sink": d, "group": g, "bytes": n}
+        for ((here, s), (there, d), g), n in sorted(matrix(router).items())
+    ]
     return {
         "plan": router.plan,
         "matrix": moved,
@@ -151,10 +155,7 @@ WORDS = {
 def show(console: Console, router: Router, compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> None:
     """Print the results as tables."""
     console.print(_routes(router))
-    required = ", ".join(
-        f"decode rank {d} awaits {len(p)} ({', '.join(f'P{r}' for r in p)})" for d, p in router.plan["required"].items()
-    )
-    console.print(f"required responses: {required}", highlight=False)
+    console.print(f"required responses: {_required(router)}", highlight=False)
     stored = ", ".join(
         f"{name} {dealt:,.0f}" + (f" ({whole:,.0f} without DCP)" if dealt != whole else "")
         for name, (dealt, whole) in router.plan["stored"].items()
@@ -184,21 +185,45 @@ def _left(router: Router) -> int:
     return sum(word["left"] for word in router.sent)
 
 
-def matrix(router: Router) -> dict[tuple[int, int, str], int]:
+Place = tuple[int, int]
+"""Replica and rank."""
+
+
+def matrix(router: Router) -> dict[tuple[Place, Place, str], int]:
     """Bytes copied, by source rank, decode rank and group."""
-    found: dict[tuple[int, int, str], int] = defaultdict(int)
-    for word in router.sent:
-        for group, count in word["bytes"].items():
-            found[word["source"], word["sink"], group] += count
+    found: dict[tuple[Place, Place, str], int] = defaultdict(int)
+    for request in router.requests:
+        for word in request.sent:
+            here, there = request.replicas
+            for group, count in word["bytes"].items():
+                found[(here, word["source"]), (there, word["sink"]), group] += count
     return found
+
+
+def _required(router: Router) -> str:
+    """Whom each decode rank awaits; of several prefill replicas, ranks of the one that the ticket names."""
+    if not router.several:
+        required = router.plan["required"].items()
+        return ", ".join(f"decode rank {d} awaits {len(p)} ({', '.join(f'P{r}' for r in p)})" for d, p in required)
+    return ", ".join(
+        f"D{replica}.{rank} awaits {len(sources)} (rank{'s' * (len(sources) > 1)} {', '.join(map(str, sources))})"
+        for replica, plan in sorted(router.plans.items())
+        for rank, sources in plan["required"].items()
+    )
 
 
 def _routes(router: Router) -> Table:
     groups: list[str] = router.plan["groups"]
-    routes = {(r["source"], r["sink"], r["group"]) for r in router.plan["routes"]}
+    pairs = {request.replicas for request in router.requests if request.engines}
+    routes = {
+        ((here, r["source"]), (there, r["sink"]), r["group"])
+        for here, there in pairs
+        for r in router.plans[there]["routes"]
+    }
     moved = matrix(router)
     carried = {g for _, _, g in moved}
-    table = Table(title="routes: who sends which group, bytes in all, to whom", title_justify="left")
+    caption = "P1.0: rank 0 of prefill replica 1" if router.several else None
+    table = Table(title="routes: who sends which group, bytes in all, to whom", title_justify="left", caption=caption)
     table.add_column("from -> to")
     for group in groups:
         table.add_column(group, justify="right")
@@ -209,7 +234,8 @@ def _routes(router: Router) -> Table:
             shown = f"{moved.get((s, d, g), 0):,}" if g in carried else "in Done"
             cells.append(shown if (s, d, g) in routes else "-")
         flags = " ".join(str(int((s, d, g) in routes)) for g in groups)
-        table.add_row(f"P{s} -> D{d}", *cells, flags)
+        names = (".".join(map(str, place[not router.several :])) for place in (s, d))
+        table.add_row("P{} -> D{}".format(*names), *cells, flags)
     return table
 
 
@@ -219,22 +245,30 @@ def _requests(router: Router, compared: list[Compared]) -> Table:
         caption += f"; tied: each token is within {TIED:g} errors of rounding of the best logit"
     table = Table(title="requests", title_justify="left", caption=caption)
     table.add_column("prompt", no_wrap=True)
-    for name in ("tokens", "out", "wait\nms", "copy\nms", "accept\nPD", "accept\none", "same\ntokens"):
+    for name in (
+        "tokens",
+        "out",
+        "wait\nms",
+        "from\nto" if router.several else "copy\nms",
+        "accept\nPD",
+        "accept\none",
+        "same\ntokens",
+    ):
         table.add_column(name, justify="right")
     for c in compared:
         r = c.request
         undivided = _shown(c.stats.mean_acceptance)
         if r.error is not None:
-            table.add_row(r.prompt.name, str(len(r.prompt.tokens)), "-", "-", "-", "-", undivided, "[red]failed")
+            table.add_row(r.prompt.name, str(len(r.prompt.tokens)), *"----", undivided, "[red]failed")
             continue
         seconds = max((rank["seconds"] for rank in r.arrived or []), default=0.0)
-        copied = sum(word["seconds"] for word in r.sent)
+        copied = f"{1000 * sum(word['seconds'] for word in r.sent):.1f}"
         table.add_row(
             r.prompt.name,
             str(len(r.prompt.tokens)),
             str(len(r.tokens)),
-            f"{1000 * seconds:.1f}",
-            f"{1000 * copied:.1f}",
+            f"{1000 * seconds:.{0 if router.several else 1}f}",
+            "P{} D{}".format(*r.replicas) if router.several else copied,
             _shown(_length(r.stats)),
             undivided,
             _same(c),

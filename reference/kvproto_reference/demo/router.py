@@ -1,5 +1,6 @@
 """A small router: makes tickets, hands each prompt to both engines, collects their answers, and retries."""
 
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -75,9 +76,20 @@ class Request:
         return self.stats is not None or self.error is not None
 
     @property
+    def replicas(self) -> tuple[int, int]:
+        """The numbers of these engines."""
+        here, there = map(_number, self.engines)
+        return here, there
+
+    @property
     def under_way(self) -> bool:
         """Whether it was asked and has not arrived at decode yet."""
         return bool(self.id) and self.arrived is None and not self.over
+
+
+def _number(name: str) -> int:
+    """Which replica an engine is, by its name."""
+    return int(name.rpartition("-")[2])
 
 
 @attrs.define(eq=False)
@@ -118,11 +130,22 @@ class Router:
             self._poller.register(engine.line.monitor, zmq.POLLIN)
         self._prefill_name, self._processes, self._note = prefill_name, engines, note
         self.requests: list[Request] = []
-        self.plan: dict[str, Any] = {}
+        self.plans: dict[int, dict[str, Any]] = {}
+        """What each decode replica says of its plan with a prefill replica; all of these are alike."""
         self.settled: dict[tuple[str, int], dict[str, Any]] = {}
         """The last "settled" word by engine and rank: how many requests have left pages that are stored now."""
         self._told = time.monotonic()
         """When an engine last said something about a request, by time.monotonic."""
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan of the first decode replica."""
+        return self.plans[min(self.plans)]
+
+    @property
+    def several(self) -> bool:
+        """Whether a side has more than one replica."""
+        return any(count > 1 for count in self._replicas.values())
 
     @property
     def sent(self) -> list[dict[str, Any]]:
@@ -200,8 +223,8 @@ class Router:
                 continue
             request.id, request.engines, request.tries = secrets.token_hex(8), pair, request.tries + 1
             request.at["asked"] = time.monotonic()
-            here = int(pair[0].partition("-")[2])
-            ticket, prompt = new_ticket(self._prefill_name, replica=here, deadline=DEADLINE), request.prompt
+            ticket = new_ticket(self._prefill_name, replica=_number(pair[0]), deadline=DEADLINE)
+            prompt = request.prompt
             body = {"id": request.id, "ticket": write_ticket(ticket), "prompt": prompt.tokens,
                     "max_new": request.max_new, "sampling": attrs.asdict(prompt.sampling)}  # fmt: skip
             if request.lost:
@@ -210,13 +233,15 @@ class Router:
                 self._engines[name].line.send(op, **body)
 
     def _pair(self, turn: int) -> tuple[str, str] | None:
-        """A prefill and a decode engine that take requests and are connected, beginning at number `turn` of each."""
-        prefills, decodes = ([(turn + i) % count for i in range(count)] for count in self._replicas.values())
+        """A prefill and a decode engine that take requests and are connected; turn by turn, another pair is first."""
+        again = turn // math.lcm(*self._replicas.values())  # how often the pairs would have been the same before
+        first = {"prefill": turn, "decode": turn + again}
+        prefills, decodes = ([(first[role] + i) % n for i in range(n)] for role, n in self._replicas.items())
         for here in prefills:
             for there in decodes:
                 names = f"prefill-{here}", f"decode-{there}"
-                first, second = (self._engines[name] for name in names)
-                if first.takes and second.takes and here in second.sources:
+                source, sink = (self._engines[name] for name in names)
+                if source.takes and sink.takes and here in sink.sources:
                     return names
         return None
 
@@ -248,7 +273,7 @@ class Router:
         if name.startswith("decode"):
             engine.said = "runs, and no prefill engine answers it"
             if "plan" in word:
-                self.plan = {k: v for k, v in word.items() if k not in ("op", "sources")}
+                self.plans[_number(name)] = {k: v for k, v in word.items() if k not in ("op", "sources")}
         if self.requests and not was and len(engine.sources) >= self._needs(name):
             self._note(f"{name} takes requests")
 

@@ -69,7 +69,8 @@ def start(
         given = {name: getattr(options, f"{role}_{name.replace('-', '_')}") for name in STAGES}
         own += [f"--{name}={number}" for name, number in given.items() if number is not None]
         own += ["--page-size", str(options.page_size_of(role)), *(more or {}).get(role, ())]
-        for replica in range(replicas):
+        own += ["--dp", str(replicas)] if options.dp_attention else []
+        for replica in range(1 if options.dp_attention else replicas):
             engines.start(f"{role}-{replica}", main, [*shared, *own, "--replica", str(replica)], places.get(role))
 
 

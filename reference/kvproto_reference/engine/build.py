@@ -120,10 +120,12 @@ def place_of(layout: Layout, model: int, config: ModelConfig, world: World) -> T
     """
     ranks, each, held, size = range(layout.ranks), layout.stage, layout.holders(model), layout.shares(model)
     nth = world.rank % each % held
-    chunks = tuple((stage * each + nth, layers) for stage, layers in layout.chunks(model, config.layers))
+    first = world.place - world.rank
+    chunks = tuple((first + stage * each + nth, layers) for stage, layers in layout.chunks(model, config.layers))
     line = world.among([[rank for rank in ranks if rank % each % held == n] for n in range(held)])
     beside = world.among([ranks[first + n : first + n + size] for first in ranks[::each] for n in range(0, held, size)])
-    place = TensorParallel(nth % size, size, beside, pipeline=Pipeline(world.rank, chunks, line))
+    experts = None if model else world.experts(each)  # each replica has the whole draft
+    place = TensorParallel(nth % size, size, beside, pipeline=Pipeline(world.place, chunks, line), experts=experts)
     return layout.place(model, place)
 
 

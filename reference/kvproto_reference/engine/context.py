@@ -88,6 +88,10 @@ class ContextRunner(TorchModel):
             hidden = self._gather(taps.hidden, owners) if taps else None
             return TorchLogits(self._gather(logits, owners[wanted]), hidden=hidden)
 
+    def idle(self) -> None:
+        with torch.no_grad():
+            self.model.idle()
+
     def _gather(self, mine: Tensor, owners: Ints) -> Tensor:
         """[own tokens, ...] -> [tokens, ...], in the order of `owners` [tokens]."""
         counts = np.bincount(owners, minlength=self._shard.count)

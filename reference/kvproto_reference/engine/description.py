@@ -32,6 +32,8 @@ _DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 class Layout:
     """How an engine divides its caches over its ranks."""
 
+    dp: int = 1
+    """Replicas of which the engine consists: each attends to its own requests, and all share the target's experts."""
     tp: int = 1
     pp: int = 1
     """Pipeline stages that the target's layers are divided over; the draft and the first token are on the last one."""
@@ -73,7 +75,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Ranks in all; rank = (stage * cp + cp rank) * tp + TP rank."""
+        """Ranks of a replica; rank = (stage * cp + cp rank) * tp + TP rank."""
         return self.pp * self.stage
 
     def shares(self, model: int) -> int:
@@ -113,8 +115,22 @@ class Layout:
         ):
             if wrong:
                 raise EngineError(says)
+        if self.dp > 1:
+            self._check_experts(configs[0])
         for model, config in enumerate(configs):
             kv_head_range(config, self.place(model, TensorParallel(0, self.shares(model))))
+
+    def _check_experts(self, target: ModelConfig) -> None:
+        """Raise EngineError for experts that replicas cannot share."""
+        experts, ranks = 0 if target.moe is None else target.moe.experts, self.dp * self.stage
+        for wrong, says in (
+            (not experts, f"--dp {self.dp} shares experts among replicas, and the target has none: choose --target moe,"
+             " or another with experts, or start replicas of their own, by --replica"),
+            (0 < experts < ranks, f"{experts} experts are too few for {ranks} ranks, as each holds one at least: lower"
+             " --dp or --tp"),
+        ):  # fmt: skip
+            if wrong:
+                raise EngineError(says)
 
     def place(self, model: int, tp: TensorParallel) -> TensorParallel:
         """The place of a rank for the target (0) or the draft (1)."""

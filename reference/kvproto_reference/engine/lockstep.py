@@ -39,7 +39,7 @@ class Lockstep:
         rung = [bells[fd] for fd in ready if fd in bells]
         if not (ready or say):
             return False
-        if self._world.rank == 0:
+        if self._world.place == 0:
             for bell in rung:
                 self._heard(bell, _MANY)
             for bell in bells.values():
@@ -57,7 +57,7 @@ class Lockstep:
 
     def exchange(self, mine: Said) -> list[Said]:
         """What each rank said, by rank."""
-        size, group = self._world.size, self._world.group
+        size, group = self._world.processes, self._world.engine
         if size == 1:
             return [mine]
         data = torch.tensor(list(json.dumps(mine).encode() if mine else b""), dtype=torch.uint8)

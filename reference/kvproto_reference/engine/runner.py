@@ -133,6 +133,10 @@ class Runner(Protocol):
         """Set all rows of these pages to zero."""
         ...
 
+    def idle(self) -> None:
+        """Take part in the steps of replicas with which this one shares experts, until none has another one."""
+        return
+
 
 class TorchLogits(Logits):
     """Logits in a tensor [n, vocab]."""
@@ -205,6 +209,10 @@ class TorchRunner(TorchModel):
             logits = self.model.forward(ids, positions, self.attention, computed, rows, taps)
             self.attention.end()
             return TorchLogits(logits, self.attention.check, taps.hidden if taps else None)
+
+    def idle(self) -> None:
+        with torch.no_grad():
+            self.model.idle()
 
     def settle(self, kept: Sequence[int]) -> None:
         self.attention.settle(kept)

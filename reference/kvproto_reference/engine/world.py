@@ -6,26 +6,63 @@ from collections.abc import Sequence
 import attrs
 import torch.distributed as dist
 
+from ..models import ExpertParallel
+
 
 @attrs.frozen
 class World:
-    """Place of this process among those of its engine; `group` None means the default process group."""
+    """Place of this process among those of its replica; `group` None means the default process group.
+
+    With DP attention, an engine has several replicas that share its experts. Otherwise it is one.
+    """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
     bells: tuple[socket.socket, ...] = ()
-    """Sockets to each other rank for rank 0, and to rank 0 for the others; `Lockstep` uses them."""
+    """Sockets to each other process of the engine for the first one, and to the first for the others: `Lockstep`'s."""
+    replica: int = 0
+    replicas: int = 1
+    engine: dist.ProcessGroup | None = None
+    """All processes of the engine."""
     _made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = attrs.field(factory=dict, init=False, eq=False)
 
+    @property
+    def place(self) -> int:
+        """Place of this process in its engine: replica by replica."""
+        return self.replica * self.size + self.rank
+
+    @property
+    def processes(self) -> int:
+        """Of the engine."""
+        return self.replicas * self.size
+
+    def experts(self, stage: int) -> ExpertParallel | None:
+        """The ranks over which experts of a layer are dealt: of the same pipeline stage, each of `stage` ranks.
+
+        None where there is one replica. A collective of all processes of the engine.
+        """
+        if self.replicas == 1:
+            return None
+        firsts = range(0, self.processes, self.size)
+        stages = [[first + rank + n for first in firsts for n in range(stage)] for rank in range(0, self.size, stage)]
+        mine = stages[self.rank // stage]
+        groups = [self.engine if len(ranks) == self.processes else dist.new_group(ranks) for ranks in stages]
+        return ExpertParallel(mine.index(self.place), len(mine), groups[self.rank // stage])
+
     def among(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """The one of these groups that this process is in, None if it would be alone; a collective of all processes."""
+        """The one of these groups of a replica that this process is in, None if it would be alone.
+
+        A collective of all processes of the engine.
+        """
         key = tuple(map(tuple, groups))
         if key not in self._made:
             mine = None
-            for ranks in key:
-                if len(ranks) > 1:
-                    made = self.group if len(ranks) == self.size else dist.new_group(list(ranks))
-                    mine = made if self.rank in ranks else mine
+            for replica in range(self.replicas):
+                for ranks in key:
+                    if len(ranks) > 1:
+                        all_of_it = len(ranks) == self.size
+                        made = self.group if all_of_it else dist.new_group([replica * self.size + r for r in ranks])
+                        mine = made if self.rank in ranks and self.replica == replica else mine
             self._made[key] = mine
         return self._made[key]

@@ -3,6 +3,7 @@
 from .base import Attention, Cached, Dense, Model, Recurrence, Rows, State, Taps
 from .config import DeltaConfig, HeadConfig, ModelConfig, MoeConfig, WindowConfig
 from .decoder import Decoder
+from .expert_parallel import ExpertParallel
 from .head import Head, head_among
 from .ops import FusedOps, Ops
 from .parallel import SOLO, Pipeline, TensorParallel, cut, delta_heads, key_head_of, kv_head_of, kv_head_range
@@ -14,6 +15,7 @@ __all__ = [
     "Decoder",
     "DeltaConfig",
     "Dense",
+    "ExpertParallel",
     "FusedOps",
     "Head",
     "HeadConfig",

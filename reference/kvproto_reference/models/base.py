@@ -96,6 +96,10 @@ class Cached(Protocol):
 class Model(Cached, Protocol):
     """A causal language model."""
 
+    def idle(self) -> None:
+        """Take part in the steps that other replicas run, until none of them has another one."""
+        ...
+
     def forward(
         self,
         tokens: Tensor,

@@ -43,6 +43,11 @@ class Block(Stepping):
         x, normed = self.ops.add_norm(x, mixed, self.ffn_norm, self.eps)
         return x + self.tp.all_reduce(self.ffn.forward(normed))
 
+    def idle(self) -> None:
+        """Run this rank's experts for the tokens of other replicas."""
+        if isinstance(self.ffn, MoeFFN):
+            self.ffn.forward(self.ffn_norm.new_empty(0, len(self.ffn_norm)))
+
 
 class Decoder(Stepping):
     """A GQA or MLA language model, with the weights of only this TP rank and pipeline stage."""
@@ -71,6 +76,12 @@ class Decoder(Stepping):
             if isinstance(module, GqaAttention | DeltaNet | SwiGLU):
                 module.join()
 
+    def idle(self) -> None:
+        """Take part in the steps that other replicas run, until none of them has another one: see `ExpertParallel`."""
+        while self.tp.experts is not None and self.tp.experts.step(False):
+            for block in self.blocks.values():
+                block.idle()
+
     def forward(
         self,
         tokens: Tensor,
@@ -86,6 +97,8 @@ class Decoder(Stepping):
         tokens whose logits are; all by default. `taps` collect hidden states of all tokens.
         """
         config, stages = self.config, self.stages
+        if self.tp.experts is not None:
+            self.tp.experts.step(True)
         table = self.ops.table(positions, self.rates, config.rope_gain, config.rope_pairs)
         if stages.first and self.embed is not None:
             x = F.embedding(tokens, self.embed)

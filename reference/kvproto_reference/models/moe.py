@@ -10,17 +10,25 @@ from .parallel import TensorParallel
 
 
 class Experts(nn.Module):
-    """Weights of all routed experts; the width of each is split over TP ranks."""
+    """Weights of routed experts: the width of each is split over TP ranks, or whole ones are dealt over all ranks."""
 
     def __init__(self, hidden: int, moe: MoeConfig, tp: TensorParallel) -> None:
         super().__init__()
-        width = tp.width(moe.ffn)
-        self.gate = weight(moe.experts, width, hidden)
-        self.up = weight(moe.experts, width, hidden)
-        self.down = weight(moe.experts, hidden, width)
+        held, width = moe.experts, moe.ffn
+        if tp.experts is None:
+            width = tp.width(width)
+        else:
+            held = tp.experts.held(held)[tp.experts.rank]
+        self.gate = weight(held, width, hidden)
+        self.up = weight(held, width, hidden)
+        self.down = weight(held, hidden, width)
 
-    def run(self, expert: int, x: Tensor) -> Tensor:
-        """x [tokens, hidden] through one expert: this rank's summand of [tokens, hidden]."""
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows [n, hidden] through the experts held, `counts` [held] of them through each: summands of [n, hidden]."""
+        pieces = rows.split_with_sizes(counts.tolist())
+        return torch.cat([self._run(expert, piece) for expert, piece in enumerate(pieces) if len(piece)] or [rows])
+
+    def _run(self, expert: int, x: Tensor) -> Tensor:
         inner = F.silu(F.linear(x, self.gate[expert])) * F.linear(x, self.up[expert])
         return F.linear(inner, self.down[expert])
 
@@ -30,7 +38,7 @@ class MoeFFN(nn.Module):
 
     def __init__(self, hidden: int, moe: MoeConfig, tp: TensorParallel) -> None:
         super().__init__()
-        self.moe = moe
+        self.moe, self.tp = moe, tp
         self.router = weight(moe.experts, hidden)
         self.correction = nn.Parameter(torch.zeros(moe.experts)) if moe.correction else None
         self.experts = Experts(hidden, moe, tp)
@@ -39,13 +47,23 @@ class MoeFFN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> this rank's summand of [..., hidden]."""
         tokens = x.flatten(0, -2)
-        weights, chosen = self.route(tokens)
         out = torch.zeros_like(tokens) if self.shared is None else self.shared.forward(tokens)
-        for expert in sorted(set(chosen.flatten().tolist())):
-            rows, column = (chosen == expert).nonzero(as_tuple=True)
-            summand = self.experts.run(expert, tokens[rows]) * weights[rows, column, None]
-            out = out.index_add(0, rows, summand.to(out.dtype))
+        if self.tp.experts is None:
+            out = out + self._routed(tokens)
+        else:  # of the tokens that all ranks of an attention group have, each sends its share to the experts
+            mine = self.tp.share(len(tokens))
+            out[mine] += self._routed(tokens[mine])
         return out.view_as(x)
+
+    def _routed(self, tokens: Tensor) -> Tensor:
+        """What the chosen experts make of tokens [n, hidden], or of this rank's part of each expert's width."""
+        weights, chosen = self.route(tokens)
+        order = chosen.flatten().argsort(stable=True)
+        rows, counts = tokens[order // self.moe.top_k], chosen.flatten().bincount(minlength=self.moe.experts)
+        ranks = self.tp.experts
+        made = self.experts(rows, counts) if ranks is None else ranks.run(self.experts, rows, counts)
+        by_token = made[order.argsort()].reshape(*chosen.shape, tokens.shape[-1])
+        return (by_token * weights[..., None]).sum(1).to(tokens.dtype)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Float32 weights and indices, both [tokens, top_k], of the experts that tokens [tokens, hidden] go to."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from ..errors import EngineError
 from ..gather import gather, near_to
 from .config import ModelConfig
+from .expert_parallel import ExpertParallel
 
 
 @attrs.frozen
@@ -17,6 +18,7 @@ class Pipeline:
     """
 
     rank: int
+    """Place in the engine, as those in `chunks`."""
     chunks: tuple[tuple[int, range], ...]
     """In order: a rank, and the layers that it has."""
     group: dist.ProcessGroup | None = None
@@ -76,6 +78,8 @@ class TensorParallel:
     """Whether a rank projects the queries of its whole DCP group, so that none have to be gathered."""
     pipeline: Pipeline | None = None
     """Which layers this rank has; None: all of them."""
+    experts: ExpertParallel | None = None
+    """The ranks over which whole experts are dealt; None: those of the TP group divide the width of each."""
 
     def __attrs_post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
@@ -205,6 +209,8 @@ def cut(config: ModelConfig, tp: TensorParallel, name: str, shape: tuple[int, ..
     slices = [slice(0, length) for length in shape]
     if name.startswith("layers."):
         tp = place_in(config, tp, int(name.split(".")[1]))
+    if tp.experts is not None and ".experts." in name:
+        return tp.experts.share(shape[0]), *slices[1:]
     unit, dim = CUTS.get(name.rsplit(".", 1)[-1], ("", 0))
     if unit:
         units = {
