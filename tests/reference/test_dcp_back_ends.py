@@ -40,7 +40,11 @@ FLASHINFER = "--back-end flashinfer --dtype bfloat16 --transport cuda"
         ("--back-end flashinfer --dtype bfloat16", "flashinfer runs on CUDA: it needs --transport cuda, or nixl with"),
         ("--back-end flashinfer --transport cuda", "flashinfer needs --dtype bfloat16 or float16"),
         ("--back-end flashinfer --framework jax", "--framework jax has attention of its own"),
-        ("--captured", "--captured needs --back-end flashinfer"),
+        ("--captured", "--captured is of torch on GPUs: it needs --transport cuda"),
+        ("--captured --tp 2 --transport cuda --devices 0,0", "--captured needs a GPU for each of the 2 ranks"),
+        ("--captured --pp 2 --transport cuda --devices 0,1", "--captured needs all layers on every rank"),
+        ("--exchange peer", "--exchange peer needs torch and a GPU for each of the 1 ranks"),
+        ("--tp 2 --dcp 2 --exchange a2a_packed --transport cuda", "a2a_packed needs torch and a GPU for each of the 2"),
         pytest.param(FLASHINFER, r"needs FlashInfer: pip install 'kvproto\[flashinfer\]'", marks=pytest.mark.skipif(
             find_spec("flashinfer") is not None, reason="FlashInfer is installed")),
     ],

@@ -146,6 +146,10 @@ class EngineProcess:
                 self.kept.close(self.status == 0)
         if self._control is not None:
             self._control.close()
+        self.rest()
+        for runner in (self.target, self.draft):
+            if runner is not None:
+                runner.close()
         return self.status
 
     def _rest(self) -> bool:

@@ -8,10 +8,11 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 
@@ -28,14 +29,26 @@ _STOPS = signal.SIGINT, signal.SIGTERM
 _LIBC = ctypes.CDLL(None)
 
 
-def launch(run: Run, options: Any, size: int, folder: Path) -> int:
-    """Run `run(options, world)` in `size` processes; returns the exit status of the first."""
+@attrs.frozen
+class _Meeting:
+    """Where the processes of an engine meet, how many they are, and the GPU of each, if each has one of its own."""
+
+    file: Path
+    size: int
+    gpus: Sequence[int]
+
+
+def launch(run: Run, options: Any, size: int, folder: Path, gpus: Sequence[int] = ()) -> int:
+    """Run `run(options, world)` in `size` processes; returns the exit status of the first.
+
+    With `gpus`, one for each process, their models exchange over NCCL.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    meeting = folder / f"gloo-{secrets.token_hex(8)}"
+    meeting = _Meeting(folder / f"gloo-{secrets.token_hex(8)}", size, gpus)
     context = multiprocessing.get_context("fork")  # nothing of CUDA or gloo is open yet, and torch is imported once
     bells = [socket.socketpair() for _ in range(1, size)]
     others = [
-        context.Process(target=_child, args=(run, options, r, size, meeting, bells, os.getpid()), daemon=True)
+        context.Process(target=_child, args=(run, options, r, meeting, bells, os.getpid()), daemon=True)
         for r in range(1, size)
     ]
     try:
@@ -44,7 +57,7 @@ def launch(run: Run, options: Any, size: int, folder: Path) -> int:
                 process.start()
         for _, theirs in bells:
             theirs.close()
-        return _rank(run, options, 0, size, meeting, tuple(ours for ours, _ in bells))
+        return _rank(run, options, 0, meeting, tuple(ours for ours, _ in bells))
     except KeyboardInterrupt:
         return 130
     finally:
@@ -53,7 +66,7 @@ def launch(run: Run, options: Any, size: int, folder: Path) -> int:
             if process.is_alive():
                 process.kill()
                 process.join()
-        meeting.unlink(missing_ok=True)
+        meeting.file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -81,30 +94,46 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _child(run: Run, options: Any, rank: int, size: int, meeting: Path, bells: _Bells, parent: int) -> None:
+def _child(run: Run, options: Any, rank: int, meeting: _Meeting, bells: _Bells, parent: int) -> None:
     end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     release_signals()
     mine = bells[rank - 1][1]
     for each in {end for pair in bells for end in pair} - {mine}:
         each.close()
-    sys.exit(_rank(run, options, rank, size, meeting, (mine,)))
+    status = _rank(run, options, rank, meeting, (mine,))
+    if status and meeting.gpus:
+        os._exit(status)  # the end of NCCL would wait for ranks that do not come any more
+    sys.exit(status)
 
 
-def _rank(run: Run, options: Any, rank: int, size: int, meeting: Path, bells: tuple[socket.socket, ...]) -> int:
+def _rank(run: Run, options: Any, rank: int, meeting: _Meeting, bells: tuple[socket.socket, ...]) -> int:
     torch.set_num_threads(1)
     try:
-        if size == 1:
+        if meeting.size == 1:
             return run(options, World())
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
-            dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+            here = f"file://{meeting.file}"
+            dist.init_process_group("gloo", init_method=here, rank=rank, world_size=meeting.size)
         except RuntimeError as error:  # another has ended meanwhile, and says why
             raise EngineError(f"rank {rank} did not meet the others: {str(error).partition(chr(10))[0]}") from error
-        try:
-            return run(options, World(rank, size, dist.group.WORLD, bells))
-        finally:
-            dist.destroy_process_group()
+        with _groups_of(meeting, rank) as computes:
+            return run(options, World(rank, meeting.size, dist.group.WORLD, bells, computes))
     except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
+
+
+@contextlib.contextmanager
+def _groups_of(meeting: _Meeting, rank: int) -> Iterator[str]:
+    """The back end of the groups in which models exchange; all groups end with it."""
+    if not meeting.gpus:
+        try:
+            yield "gloo"
+        finally:
+            dist.destroy_process_group()
+        return
+    torch.cuda.set_device(meeting.gpus[rank])
+    yield "nccl"
+    dist.destroy_process_group()  # not after an error, as NCCL would wait for the others

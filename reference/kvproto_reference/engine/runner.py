@@ -133,6 +133,10 @@ class Runner(Protocol):
         """Set all rows of these pages to zero."""
         ...
 
+    def close(self) -> None:
+        """End, once the last step is over; graphs keep the groups in which ranks exchange from ending."""
+        return
+
 
 class TorchLogits(Logits):
     """Logits in a tensor [n, vocab]."""

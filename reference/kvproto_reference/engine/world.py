@@ -16,6 +16,8 @@ class World:
     group: dist.ProcessGroup | None = None
     bells: tuple[socket.socket, ...] = ()
     """Sockets to each other rank for rank 0, and to rank 0 for the others; `Lockstep` uses them."""
+    computes: str = "gloo"
+    """The back end of groups in which models exchange: nccl, if each rank has a GPU of its own. `group` is of gloo."""
     _made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = attrs.field(factory=dict, init=False, eq=False)
 
     def among(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
@@ -25,7 +27,8 @@ class World:
             mine = None
             for ranks in key:
                 if len(ranks) > 1:
-                    made = self.group if len(ranks) == self.size else dist.new_group(list(ranks))
+                    whole = len(ranks) == self.size and self.computes == "gloo"
+                    made = self.group if whole else dist.new_group(list(ranks), backend=self.computes)
                     mine = made if self.rank in ranks else mine
             self._made[key] = mine
         return self._made[key]
