@@ -13,14 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import EngineError
-from ..gather import gather, near_to
+from ..gather import gather, near_to, scatter_sum
 from .base import Exchange
 from .lse import Found, Partial, merge, share
 
 __all__ = ["EXCHANGES", "ON_CUDA", "AllGather", "AllToAll", "Alone", "exchange_of"]
-
-# torch 2.13 renamed it
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Alone(Exchange):
@@ -67,11 +64,9 @@ class AllGather(_Group):
         part = part.natural()
         total = torch.logsumexp(self._gather(part.lse), 0)
         out = share(part, total)
-        summands = self._near(self._heads(out).movedim(1, 0))
-        mine = summands.new_empty(summands.shape[1:])
-        _REDUCE_SCATTER(mine, summands.flatten(0, 1), group=self.group)
+        mine = scatter_sum(self._heads(out).movedim(1, 0), self.group)
         own = self._heads(total)[:, dist.get_rank(self.group)]
-        return Partial(mine.to(out.device).to(part.out.dtype), own)
+        return Partial(mine.to(part.out.dtype), own)
 
 
 class AllToAll(_Group):

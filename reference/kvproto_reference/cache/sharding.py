@@ -51,11 +51,14 @@ class Shard:
         """All tokens, in pages of as many rows."""
         return Shard(attrs.evolve(self.group, cp_size=1, interleave=1, origin=0, order=None), 0)
 
-    def slots(self, table: Ints, positions: Ints) -> Ints:
-        """The slot, page * rows + row, of each position [n] that is this rank's; -1 for the others'."""
+    def slots(self, table: Ints, positions: Ints, first: Ints | int = 0) -> Ints:
+        """The slot, page * rows + row, of each position [n] that is this rank's; -1 for the others'.
+
+        `first` is where in `table` the page table of each position begins.
+        """
         if self.count == 1:
             mine, rows = np.full(len(positions), True), positions
         else:
             mine, rows = owner(self.group, positions) == self.cp_rank, local_row(self.group, positions)
-        page = np.minimum(rows // self.group.rows, max(len(table) - 1, 0))  # of others' rows: not used
+        page = np.minimum(first + rows // self.group.rows, max(len(table) - 1, 0))  # of others' rows: not used
         return np.where(mine, table[page] * self.group.rows + rows % self.group.rows, -1)
