@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/gpu.md, docs/dcp_gpu.md, docs/vllm-figures.md and docs/tiers.md from benchmarks/results.
+"""Draws the pictures of docs/gpu.md, docs/dcp_gpu.md, docs/dcp_serving.md, docs/vllm-figures.md and docs/tiers.md from benchmarks/results.
 
-`python benchmarks/plots.py [NAME ...]`: of transfer_gpu, dcp_gpu, vllm_gpu and tiers_disk (needs matplotlib, extra bench).
+`python benchmarks/plots.py [NAME ...]`: of transfer_gpu, dcp_gpu, dcp_serving, vllm_gpu and tiers_disk (needs matplotlib, extra bench).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from harness import ROOT, results
-from tables import DCP, HEADS, STEPS, batches, runs_of, tokens, us
+from tables import DCP, DEALT, HEADS, STEPS, batches, points, rate, runs_of, tokens, us
 
 TRANSFER = {
     "peer copy": ("#777777", "--", "peer copy of 1 GB (the ceiling)"),
@@ -80,6 +80,34 @@ def dcp_gpu() -> Any:
     return figure
 
 
+def dcp_serving() -> Any:
+    """Tokens a second with as many requests as fit, by context, and what a single request waits for a token."""
+    data = results("dcp_serving_gpu")
+    most, looks = max(at["gpus"] for at in data["points"]), ("#777777", "#41b883", "#0b6e4f", "#c05621")
+    contexts = sorted({at["context"] for at in data["points"]})
+    figure, places = plt.subplots(2, 2, figsize=(9, 6.4), sharex=True)
+    for row, shape in zip(places, data["shapes"], strict=True):
+        for axes, load in zip(row, ("full", "one"), strict=True):
+            here = [(at["context"], of) for (kind, n, _), at, of in points(load) if (kind, n) == (shape, most)]
+            for name, colour in zip(DEALT, looks, strict=True):
+                found = [(context, of[name]) for context, of in here if name in of]
+                values = [rate(of) if load == "full" else 1e3 * median(of["seconds"]) for _, of in found]
+                axes.plot([context for context, _ in found], values, color=colour, marker=".", label=name)
+            axes.set(xscale="log", title=f"{shape}, {'as many requests as fit' if load == 'full' else 'one request'}")
+            axes.set_xticks(contexts, [tokens(context) for context in contexts])
+            axes.set_xticks([], minor=True)
+            axes.grid(alpha=0.3)
+            axes.set(yscale="log" if load == "full" else "linear")
+        row[0].set_ylabel("tokens/s")
+        row[1].set(ylabel="ms a token", ylim=(0, None))
+    places[0][0].legend(fontsize=8)
+    for axes in places[1]:
+        axes.set_xlabel("context, tokens")
+    figure.suptitle(f"{most} {data['machine']}, {data['date']}; {data['kv_bytes'] / 1e9:.1f} GB of KV on each", fontsize=10)
+    figure.tight_layout()
+    return figure
+
+
 def vllm_gpu() -> Any:
     """Two vLLM engines on two GPUs, through kvproto and through NIXL."""
     data = results("vllm_gpu")
@@ -136,7 +164,7 @@ def tiers_disk() -> Any:
     return figure
 
 
-PLOTS = {draw.__name__: draw for draw in (transfer_gpu, dcp_gpu, vllm_gpu, tiers_disk)}
+PLOTS = {draw.__name__: draw for draw in (transfer_gpu, dcp_gpu, dcp_serving, vllm_gpu, tiers_disk)}
 
 
 def main() -> None:
