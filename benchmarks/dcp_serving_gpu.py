@@ -7,7 +7,7 @@ engine's own: one token of every request, from the scheduler's call to the token
 with its collectives; the graph's own time is kept beside it. All ways take turns in each round, and a sample is a mean of
 STEPS steps on the slowest rank.
 
-Ways: TP; TP with DCP groups, merging through NCCL or peer memory; DP attention, where each GPU has all heads of its own
+Ways: TP; TP with DCP groups, merging through NCCL or peer memory, in the latter with queries projected on all ranks too; DP attention, where each GPU has all heads of its own
 requests, and all GPUs share the feed-forwards: tokens are gathered before, and sums scattered after them. On four GPUs two
 engines of two run at once. Loads: `full`, as many requests as fit; `same`, as many as fit with TP alone, whatever else would;
 `one`, a single request (with DP attention one on each GPU).
@@ -65,6 +65,10 @@ SMALL: dict[str, dict[str, Any]] = {
 """What differs on the CPU."""
 
 
+WAYS = ("a2a_packed", False), ("peer", False), ("peer", True)
+"""Exchanges on GPUs, and whether queries are on all."""
+
+
 @attrs.frozen
 class Way:
     """How an engine of so many GPUs divides its work."""
@@ -72,6 +76,8 @@ class Way:
     gpus: int
     dcp: int = 1
     exchange: str = ""
+    replicated: bool = False
+    """Whether each rank projects the queries of its DCP group, so that none have to be gathered."""
     dp: bool = False
 
     @property
@@ -79,7 +85,8 @@ class Way:
         if self.dp:
             return f"DP attention {self.gpus}"
         over = {"": "", "a2a_packed": ", NCCL", "a2a": ", NCCL", "peer": ", peer memory"}[self.exchange]
-        return f"TP {self.gpus}" + (f" DCP {self.dcp}{over}" if self.dcp > 1 else "")
+        every = ", q on all" if self.replicated else ""
+        return f"TP {self.gpus}" + (f" DCP {self.dcp}{over}{every}" if self.dcp > 1 else "")
 
 
 class SharedFFN(nn.Module):
@@ -101,7 +108,7 @@ class Engine:
     def __init__(self, way: Way, config: ModelConfig, page: int, memory: Tensor, groups: Groups) -> None:
         self.way, self.page, cuda = way, page, memory.is_cuda
         rank, group = groups.rank % way.gpus, groups.of(way.gpus)
-        place = TensorParallel() if way.dp else TensorParallel(rank, way.gpus, group, way.dcp)
+        place = TensorParallel() if way.dp else TensorParallel(rank, way.gpus, group, way.dcp, way.replicated)
         torch.set_default_dtype(torch.bfloat16)
         with torch.device(memory.device):
             self.model = Decoder(config, place)
@@ -177,8 +184,8 @@ def ways_of(shape: str, gpus: int, cuda: bool) -> Iterator[Way]:
     yield Way(gpus)
     dcp = 2
     while dcp <= gpus // (1 if shape == "MLA" else SHAPES[shape][0]["kv_heads"]):
-        for exchange in ("a2a_packed", "peer") if cuda else ("a2a",):
-            yield Way(gpus, dcp, exchange)
+        for exchange, replicated in WAYS if cuda else (("a2a", False), ("a2a", True)):
+            yield Way(gpus, dcp, exchange, replicated)
         dcp *= 2
     yield Way(gpus, dp=True)
 
@@ -258,6 +265,7 @@ def sizes_of(
     given = sizes | ({} if memory.is_cuda else SMALL[shape])
     config = ModelConfig(layers=layers, vocab=VOCAB, tied=False, dtype="bfloat16", **given)
     engines = [Engine(way, config, page, memory, groups) for way in ways_of(shape, gpus, memory.is_cuda)]
+    gc.freeze()  # as the engines do: to look through all of it takes 0.1 s
     weights = {engine.way.name: engine.weights for engine in engines}
     for context in contexts:
         at = {"shape": shape, "gpus": gpus, "context": context, "weights": weights}
@@ -288,6 +296,7 @@ def work(rank: int, port: int, args: argparse.Namespace) -> None:
                 if rank == 0:
                     told(found)
                     keep(args.out, head | {"points": points})
+            gc.unfreeze()
             gc.collect()
     together(device)
     os._exit(0)  # kernels of FlashInfer and NCCL need no tidy end

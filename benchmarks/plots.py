@@ -103,7 +103,9 @@ def dcp_serving() -> Any:
     places[0][0].legend(fontsize=8)
     for axes in places[1]:
         axes.set_xlabel("context, tokens")
-    figure.suptitle(f"{most} {data['machine']}, {data['date']}; {data['kv_bytes'] / 1e9:.1f} GB of KV on each", fontsize=10)
+    figure.suptitle(
+        f"{most} {data['machine']}, {data['date']}; {data['kv_bytes'] / 1e9:.1f} GB of KV on each", fontsize=10
+    )
     figure.tight_layout()
     return figure
 

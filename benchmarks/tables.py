@@ -312,6 +312,7 @@ def serving_loads() -> Rows:
 Point = dict[str, Any]
 DEALT = ("TP alone", "DCP 2", "DCP 4", "DP attention")
 """The columns of the page: the best exchange of each DCP size."""
+MERGED = "NCCL", "peer memory", "peer memory, q on all"
 
 
 def points(load: str) -> Iterator[tuple[tuple[str, int, str], Point, dict[str, Point]]]:
@@ -375,18 +376,18 @@ def one_request() -> Rows:
 
 @table(
     "dcp_serving",
-    "exchanges",
-    " | GPUs | DCP | context | requests | NCCL: step, ms | its graph | peer memory: step, ms | its graph | times faster",
+    "graphs",
+    " | GPUs | context | "
+    + " | ".join(name for name in DEALT if "DCP" not in name)
+    + " | "
+    + " | ".join(f"DCP {size}, {name}" for size in (2, 4) for name in MERGED),
 )
-def serving_exchanges() -> Rows:
+def graphs() -> Rows:
     for at in results("dcp_serving_gpu")["points"]:
-        for way, of in at["full"].items():
-            if way.endswith(", NCCL"):
-                both = of, at["full"][way.replace("NCCL", "peer memory")]
-                cells = (f"{1e3 * median(each[name]):.2f}" for each in both for name in ("seconds", "graph"))
-                times = median(both[0]["graph"]) / median(both[1]["graph"])
-                size = _column(way).partition(" ")[2]
-                yield at["shape"], at["gpus"], size, tokens(at["context"]), of["requests"], *cells, f"{times:.2f}"
+        n, full = at["gpus"], at["full"]
+        names = [f"TP {n}", f"DP attention {n}", *(f"TP {n} DCP {size}, {of}" for size in (2, 4) for of in MERGED)]
+        cells = (f"{1e3 * median(full[name]['graph']):.2f}" if name in full else "—" for name in names)
+        yield at["shape"], n, tokens(at["context"]), *cells
 
 
 # docs/acceptance.md

@@ -79,9 +79,9 @@ def _compare(folder: Path, dcp: int, back_end: str, dtype: str, rank: int) -> No
             assert torch.equal(first.cpu(), ours), (exchange, replicated)
 
 
-def _folder(tmp_path: Path, kind: str) -> Path:
+def _folder(tmp_path: Path, kind: str, vocab: int = 64) -> Path:
     torch.manual_seed(3)
-    checkpoint.save(tmp_path / kind, Decoder(attrs.evolve(MODELS[kind], dtype="float32")))
+    checkpoint.save(tmp_path / kind, Decoder(attrs.evolve(MODELS[kind], dtype="float32", vocab=vocab)))
     return tmp_path / kind
 
 
@@ -118,8 +118,18 @@ def test_the_demo_decodes_in_graphs_on_all_gpus_what_one_engine_decodes(tp: int,
     """Prefill is on two of the GPUs; tokens, checksums and acceptance are one engine's."""
     if tp > FOUND:
         pytest.skip(f"needs {tp} GPUs")
+    _demo(f"--decode-tp {tp} {options}")
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs FlashInfer")
+def test_the_demo_decodes_in_graphs_by_flashinfer_what_one_engine_decodes(tmp_path: Path) -> None:
+    models = f"--model {_folder(tmp_path, 'mla', 257)} --draft-model {_folder(tmp_path, 'gqa', 257)}"
+    _demo(f"{models} --decode-tp 2 --dcp 2 --exchange peer --dtype bfloat16 --back-end flashinfer")
+
+
+def _demo(options: str) -> None:
     command = [sys.executable, "-m", "kvproto_reference.demo", "--transport", "cuda", "--json", "--max-new", "24"]
-    command += ["--captured", "--decode-tp", str(tp), *options.split()]
+    command += ["--captured", *options.split()]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr + done.stdout[-2000:]
     assert json.loads(done.stdout)["identical"]
