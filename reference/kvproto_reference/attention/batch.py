@@ -69,20 +69,23 @@ def batch_of(spans: Sequence[Span], shard: Shard, whole: bool = True) -> Batch:
     """
     if not spans:
         raise EngineError("a step needs at least one span")
-    for span in spans:
-        if span.start < 0 or span.count < 1:
-            raise EngineError(f"positions [{span.start}, {span.start + span.count}) are no chunk")
-        if (need := shard.pages(span.start + span.count)) > len(span.pages):
-            raise EngineError(f"position {span.start + span.count - 1} needs {need} pages, not {len(span.pages)}")
     size = shard.group.rows
-    begins, counts = (np.array(each, np.int64) for each in zip(*((s.start, s.count) for s in spans), strict=True))
+    begins, counts, have = np.array([(s.start, s.count, len(s.pages)) for s in spans], np.int64).T
+    ends = begins + counts
+    if ((begins < 0) | (counts < 1)).any():
+        nth = int(((begins < 0) | (counts < 1)).argmax())
+        raise EngineError(f"positions [{begins[nth]}, {ends[nth]}) are no chunk")
+    need = shard.pages(ends)
+    if (need > have).any():
+        nth = int((need > have).argmax())
+        raise EngineError(f"position {ends[nth] - 1} needs {need[nth]} pages, not {have[nth]}")
     starts = _sums(counts)
     positions = np.repeat(begins - starts[:-1], counts) + np.arange(starts[-1])
     tables = [np.asarray(span.pages, np.int32) for span in spans]
-    first = np.repeat(_sums([len(table) for table in tables])[:-1].astype(np.int64), counts)
+    first = np.repeat(np.cumsum(have) - have, counts)
     slots = shard.slots(np.concatenate(tables).astype(np.int64), positions, first)
-    whole = whole and all(span.count == 1 for span in spans)
-    bounds = shard.rows(begins + counts if whole else begins)
+    whole = whole and bool((counts == 1).all())
+    bounds = shard.rows(ends if whole else begins)
     held = -(-bounds // size)
     return Batch(
         spans=tuple(spans),
@@ -93,7 +96,7 @@ def batch_of(spans: Sequence[Span], shard: Shard, whole: bool = True) -> Batch:
         token_bounds=shard.rows(positions + 1).astype(np.int32),
         page_starts=_sums(held),
         pages=np.concatenate([table[:n] for table, n in zip(tables, held.tolist(), strict=True)]),
-        prefix=whole or any(span.start > 0 for span in spans),
+        prefix=whole or bool(begins.any()),
         whole=whole,
     )
 

@@ -6,6 +6,8 @@ what is attended to is what was handed over.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,7 @@ from kvproto import Group, local_row, most_before, owned_before, owner
 __all__ = ["Shard"]
 
 Ints = npt.NDArray[np.int64]
+Count = TypeVar("Count", int, Ints)
 
 
 @attrs.frozen
@@ -37,8 +40,11 @@ class Shard:
         """The rank that stores each position; both arrays are [n]."""
         return owner(self.group, positions)
 
-    def pages(self, tokens: int) -> int:
-        """Pages that the largest share of `tokens` tokens needs; all ranks take as many, so that their tables agree."""
+    def pages(self, tokens: Count) -> Count:
+        """Pages that the largest share of `tokens` tokens (one number, or any shape) needs.
+
+        All ranks take as many, so that their tables agree.
+        """
         return -(-most_before(self.group, tokens) // self.group.rows)
 
     @property
