@@ -282,7 +282,7 @@ def work(rank: int, port: int, args: argparse.Namespace) -> None:
     else:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=size, device_id=device if cuda else None)
-    layers, contexts = (args.layers, args.contexts) if cuda else (2, [256, 1024])
+    layers, contexts = (args.layers, args.contexts) if cuda else (2, [256])
     head = facts(cuda) | {"layers": layers, "kv_bytes": layers * BUDGET, "shapes": SHAPES, "steps": STEPS}
     points: list[dict[str, Any]] = []
     with torch.no_grad():
