@@ -52,7 +52,10 @@ class FlashInferKernel(Kernel):
         for heads in (group_heads, own_heads):
             each, rest = divmod(len(heads), kv_heads)
             if rest or list(heads) != [head // each for head in range(len(heads))]:
-                raise EngineError(f"FlashInfer shares {kv_heads} KV heads evenly; query heads read {list(heads)}")
+                raise EngineError(
+                    f"FlashInfer shares {kv_heads} KV heads evenly; query heads read {list(heads)}: choose back end"
+                    " torch, or DCP groups of no more ranks than have the same KV head without DCP"
+                )
         self._pool, self._fixed, self._mla = pool, fixed, config.kind == "mla"
         self._kv_heads, self._heads, self._own = kv_heads, len(group_heads), len(own_heads)
         self._dtype = getattr(torch, config.dtype)
