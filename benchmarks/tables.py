@@ -358,14 +358,14 @@ def full() -> Rows:
 
 @table("dcp_serving", "same", " | GPUs | context | requests | " + " | ".join(DEALT))
 def same() -> Rows:
-    """What is left is the room of as many more requests, in tokens."""
+    """With the room that is left beside them, in tokens of a cache."""
     for head, at, found in points("same"):
         if "TP alone" in found:
-            have = {name: of["requests"] for name, of in found.items()}
-            room = {_column(way): n - found["TP alone"]["requests"] for way, n in at["fits"].items()}
+            requests = found["TP alone"]["requests"]
+            room = {_column(way): (n - requests) * at["context"] / 1e6 for way, n in at["fits"].items()}
             cells = _beside(found, lambda of: f"{rate(of):,.0f}")
-            left = (f", {max(room[name], 0) * at['context'] / 1e6:.1f} M" if name in have else "" for name in DEALT)
-            yield *head, have["TP alone"], *(cell + more for cell, more in zip(cells, left, strict=True))
+            left = (f", +{room[name]:.1f} M" if room.get(name, 0) > 0 else "" for name in DEALT)
+            yield *head, requests, *(cell + more for cell, more in zip(cells, left, strict=True))
 
 
 @table("dcp_serving", "one", _AT)
