@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/gpu.md, docs/dcp_gpu.md, docs/vllm-figures.md and docs/tiers.md from benchmarks/results.
+"""Draws the pictures of docs/gpu.md, docs/dcp_gpu.md, docs/dcp_serving.md, docs/vllm-figures.md and docs/tiers.md from benchmarks/results.
 
-`python benchmarks/plots.py [NAME ...]`: of transfer_gpu, dcp_gpu, vllm_gpu and tiers_disk (needs matplotlib, extra bench).
+`python benchmarks/plots.py [NAME ...]`: of transfer_gpu, dcp_gpu, dcp_serving, vllm_gpu and tiers_disk (needs matplotlib, extra bench).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from harness import ROOT, results
-from tables import DCP, HEADS, STEPS, batches, runs_of, tokens, us
+from tables import DCP, DEALT, HEADS, STEPS, batches, points, rate, runs_of, tokens, us
 
 TRANSFER = {
     "peer copy": ("#777777", "--", "peer copy of 1 GB (the ceiling)"),
@@ -29,6 +29,7 @@ VLLM = {
     "nixl": ("#2b6cb0", "vLLM's own NIXL connector"),
     "nothing": ("#999999", "nothing moves: the engines alone"),
 }
+LOADS = {"full": "as many requests as fit", "one": "one request"}
 ROUNDS = {"ordered": "blocks in order", "scattered": "blocks scattered", "again": "in order again"}
 DISK = {
     "one file": "#777777",
@@ -77,6 +78,41 @@ def dcp_gpu() -> Any:
     places[0].set_ylabel("a layer's step, times faster than on one rank")
     places[1].legend(fontsize=7)
     figure.suptitle(f"DCP over two {DCP['machine']}, {DCP['date']}", fontsize=10)
+    return figure
+
+
+def dcp_serving() -> Any:
+    """Tokens a second with as many requests as fit, beside TP alone, and what a single request waits for a token."""
+    data = results("dcp_serving_gpu")
+    most, looks = max(at["gpus"] for at in data["points"]), ("#777777", "#41b883", "#0b6e4f", "#c05621")
+    contexts = sorted({at["context"] for at in data["points"]})
+    figure, places = plt.subplots(2, 2, figsize=(9, 6), sharex=True)
+    for row, shape in zip(places, data["shapes"], strict=True):
+        for axes, load in zip(row, ("full", "one"), strict=True):
+            here = [(at["context"], of) for (kind, n, _), at, of in points(load) if (kind, n) == (shape, most)]
+            for name, colour in zip(DEALT, looks, strict=True):
+                found = [(context, of, of[name]) for context, of in here if name in of]
+                if load == "full":
+                    found = [(context, of, way) for context, of, way in found if "TP alone" in of]
+                    values = [rate(way) / rate(of["TP alone"]) for _, of, way in found]
+                else:
+                    values = [1e3 * median(way["seconds"]) for *_, way in found]
+                if found:
+                    axes.plot([context for context, *_ in found], values, color=colour, marker=".", label=name)
+            axes.set(xscale="log", ylim=(0, None), title=f"{shape}: {LOADS[load]}")
+            axes.set_xticks(contexts, [tokens(context) for context in contexts])
+            axes.set_xticks([], minor=True)
+            axes.grid(alpha=0.3)
+        row[0].set_ylabel("tokens/s, times those of TP alone")
+        row[1].set_ylabel("ms a token")
+    places[0][1].legend(fontsize=8, loc="lower right")
+    for axes in places[1]:
+        axes.set_xlabel("context, tokens")
+    figure.suptitle(
+        f"{most} {data['machine']}, {data['date']}; {data['kv_bytes'] / 1e9:.1f} GB of KV on each GPU",
+        fontsize=10,
+    )
+    figure.tight_layout()
     return figure
 
 
@@ -136,7 +172,7 @@ def tiers_disk() -> Any:
     return figure
 
 
-PLOTS = {draw.__name__: draw for draw in (transfer_gpu, dcp_gpu, vllm_gpu, tiers_disk)}
+PLOTS = {draw.__name__: draw for draw in (transfer_gpu, dcp_gpu, dcp_serving, vllm_gpu, tiers_disk)}
 
 
 def main() -> None:

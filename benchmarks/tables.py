@@ -1,4 +1,4 @@
-"""Writes the tables of docs/gpu.md, docs/dcp_gpu.md, docs/acceptance.md, docs/serving.md and docs/tiers.md from benchmarks/results, so that no figure is copied by hand.
+"""Writes the tables of docs/gpu.md, docs/dcp_gpu.md, docs/dcp_serving.md, docs/acceptance.md, docs/serving.md and docs/tiers.md from benchmarks/results, so that no figure is copied by hand.
 
 `python benchmarks/tables.py [--check]`: what stands between `<!-- table NAME -->` and the next empty line is generated;
 benchmarks/plots.py draws the pages' pictures. --check writes nothing; exit status 1: a table differs from the results.
@@ -305,6 +305,89 @@ def serving_loads() -> Rows:
         shares = ((first, 50), (first, 90), (between, 50), (between, 99))
         delays = [f"{np.percentile(times, share) * 1e3:,.0f}" for times, share in shares]
         yield f"{rate:g}", WAYS[way], *(f"{n:.{d}f}" for n, d in zip(served, (2, 1), strict=True)), *delays
+
+
+# docs/dcp_serving.md
+
+Point = dict[str, Any]
+DEALT = ("TP alone", "DCP 2", "DCP 4", "DP attention")
+"""The columns of the page: the best exchange of each DCP size."""
+MERGED = "NCCL", "peer memory", "peer memory, q on all"
+
+
+def points(load: str) -> Iterator[tuple[tuple[str, int, str], Point, dict[str, Point]]]:
+    """Shape, GPUs and context of each point; the point; and by column what was measured of this load."""
+    for at in results("dcp_serving_gpu")["points"]:
+        found = {}
+        for name in DEALT:
+            ways = [way for way in at.get(load, ()) if _column(way) == name]
+            if ways:
+                found[name] = min((at[load][way] for way in ways), key=lambda of: median(of["seconds"]))
+        yield (at["shape"], at["gpus"], tokens(at["context"])), at, found
+
+
+def _column(way: str) -> str:
+    """The column of a way such as TP 4 DCP 2, NCCL."""
+    if way.startswith("DP"):
+        return "DP attention"
+    size = way.partition(",")[0].partition(" DCP ")[2]
+    return f"DCP {size}" if size else "TP alone"
+
+
+def rate(of: Point) -> float:
+    """Tokens a second of a whole step."""
+    return float(of["requests"] / median(of["seconds"]))
+
+
+def _beside(found: dict[str, Point], cell: Callable[[Point], str]) -> Iterator[str]:
+    """Cells of all columns, each with how many times TP alone's rate it has."""
+    one = found.get("TP alone")
+    for name in DEALT:
+        times = f" ({rate(found[name]) / rate(one):.2f})" if name in found and one and name != "TP alone" else ""
+        yield cell(found[name]) + times if name in found else "—"
+
+
+_AT = " | GPUs | context | " + " | ".join(DEALT)
+
+
+@table("dcp_serving", "full", _AT)
+def full() -> Rows:
+    for head, _, found in points("full"):
+        yield *head, *_beside(found, lambda of: f"{of['requests']}: {rate(of):,.0f}")
+
+
+@table("dcp_serving", "same", " | GPUs | context | requests | " + " | ".join(DEALT))
+def same() -> Rows:
+    """With the room that is left beside them, in tokens of a cache."""
+    for head, at, found in points("same"):
+        if "TP alone" in found:
+            requests = found["TP alone"]["requests"]
+            room = {_column(way): (n - requests) * at["context"] / 1e6 for way, n in at["fits"].items()}
+            cells = _beside(found, lambda of: f"{rate(of):,.0f}")
+            left = (f", +{room[name]:.1f} M" if room.get(name, 0) > 0 else "" for name in DEALT)
+            yield *head, requests, *(cell + more for cell, more in zip(cells, left, strict=True))
+
+
+@table("dcp_serving", "one", _AT)
+def one_request() -> Rows:
+    for head, _, found in points("one"):
+        yield *head, *_beside(found, lambda of: f"{1e3 * median(of['seconds']):.2f}")
+
+
+@table(
+    "dcp_serving",
+    "graphs",
+    " | GPUs | context | "
+    + " | ".join(name for name in DEALT if "DCP" not in name)
+    + " | "
+    + " | ".join(f"DCP {size}, {name}" for size in (2, 4) for name in MERGED),
+)
+def graphs() -> Rows:
+    for at in results("dcp_serving_gpu")["points"]:
+        n, full = at["gpus"], at["full"]
+        names = [f"TP {n}", f"DP attention {n}", *(f"TP {n} DCP {size}, {of}" for size in (2, 4) for of in MERGED)]
+        cells = (f"{1e3 * median(full[name]['graph']):.2f}" if name in full else "—" for name in names)
+        yield at["shape"], n, tokens(at["context"]), *cells
 
 
 # docs/acceptance.md

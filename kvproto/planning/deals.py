@@ -131,11 +131,13 @@ def owned_before(group: Group, cp_rank: int, row: Count) -> Count:
     return owned
 
 
-def most_before(group: Group, row: int) -> int:
-    """The most global rows below `row` that any one cp rank owns."""
+def most_before(group: Group, row: Count) -> Count:
+    """The most global rows below `row` that any one cp rank owns; for one row or an array of any shape."""
     if group.order is None:
         return owned_before(group, 0, row)
-    return max(owned_before(group, cp_rank, row) for cp_rank in range(group.cp_size))
+    shares = [owned_before(group, cp_rank, row) for cp_rank in range(group.cp_size)]
+    most: Count = max(shares) if isinstance(row, int) else np.max(shares, axis=0)
+    return most
 
 
 def owned_within(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntArray]:

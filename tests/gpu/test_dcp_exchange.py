@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,17 +26,18 @@ WAYS: list[tuple[type, bool]] = [
 ]
 
 
-def on_two(check: Callable[[int], None], gpus: tuple[int, int] = (0, 1), back_end: str = "nccl") -> None:
+def on_gpus(check: Callable[[int], None], gpus: Sequence[int] = (0, 1), back_end: str = "nccl") -> None:
+    """Call `check(rank)` in a process for each of these GPUs."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    mp.spawn(_run, (check, gpus, back_end, port), nprocs=2)
+    mp.spawn(_run, (check, gpus, back_end, port), nprocs=len(gpus))
 
 
-def _run(rank: int, check: Callable[[int], None], gpus: tuple[int, int], back_end: str, port: int) -> None:
+def _run(rank: int, check: Callable[[int], None], gpus: Sequence[int], back_end: str, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_NVLS_ENABLE": "0"}
     torch.cuda.set_device(gpus[rank])
-    dist.init_process_group(back_end, rank=rank, world_size=2)
+    dist.init_process_group(back_end, rank=rank, world_size=len(gpus))
     check(rank)
     dist.barrier()
     torch.cuda.synchronize()
@@ -70,7 +71,7 @@ def _attend(rank: int) -> None:
 
 
 def test_every_exchange_gives_attention_over_all_tokens() -> None:
-    on_two(_attend)
+    on_gpus(_attend)
 
 
 def _replay(rank: int) -> None:
@@ -107,7 +108,7 @@ def _replay(rank: int) -> None:
 
 
 def test_mapped_memory_replays_in_a_graph() -> None:
-    on_two(_replay)
+    on_gpus(_replay)
 
 
 def _late(rank: int) -> None:
@@ -133,7 +134,7 @@ def _late(rank: int) -> None:
 
 
 def test_a_rank_that_does_not_come_fails_the_step_on_all() -> None:
-    on_two(_late)
+    on_gpus(_late)
 
 
 def _share(rank: int) -> None:
@@ -142,4 +143,4 @@ def _share(rank: int) -> None:
 
 
 def test_ranks_that_share_a_gpu_are_refused() -> None:
-    on_two(_share, (0, 0), "gloo")
+    on_gpus(_share, (0, 0), "gloo")

@@ -11,7 +11,7 @@ from kvproto_reference import checkpoint
 from kvproto_reference.engine.description import Layout
 from kvproto_reference.engine.world import World
 from kvproto_reference.models import Decoder
-from tests.gpu.test_dcp_exchange import on_two
+from tests.gpu.test_dcp_exchange import on_gpus
 from tests.reference.test_reference_stages import TARGETS, found
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -30,4 +30,4 @@ def test_both_ranks_find_what_one_finds(back_end: str, tmp_path: Path) -> None:
     for name, config in TARGETS.items():
         torch.manual_seed(7)
         checkpoint.save(tmp_path / name, Decoder(config))
-    on_two(partial(_compare, (tmp_path / "untied", tmp_path / "tied")), back_end=back_end)
+    on_gpus(partial(_compare, (tmp_path / "untied", tmp_path / "tied")), back_end=back_end)

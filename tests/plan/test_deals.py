@@ -49,7 +49,7 @@ def test_tokens_are_dealt_as_if_one_by_one(group: Group) -> None:
         below = [sum(x < row for x in held) for row in range(start + 60)]
         assert [deals.owned_before(group, rank, row) for row in range(start + 60)] == below
         assert deals.owned_before(group, rank, np.arange(start + 60)[None]).ravel().tolist() == below
-    assert [deals.most_before(group, row) for row in rows.tolist()] == [
+    assert deals.most_before(group, rows).tolist() == [
         max(deals.owned_before(group, rank, row) for rank in range(group.cp_size)) for row in rows.tolist()
     ]
 

@@ -159,6 +159,30 @@ def test_any_deal_is_dense_attention(world: World) -> None:
     assert error(merge(by_token).out, wanted) < 1e-5
 
 
+def test_steps_that_can_be_captured_attend_alike_in_arrays_that_stay_where_they_are() -> None:
+    """Steps with as many tokens, of sequences that grow, and with tables in which there is room for as many pages."""
+    config, group = CONFIGS["mla"], group_of(CONFIGS["mla"], 3, 1, 4)
+    pool = KVPool.allocate(config, 40, group.rows)
+    for tensor in pool.tensors.values():
+        tensor.normal_()
+    kernel, plain = (TorchKernel(pool, HEADS["mla"], HEADS["mla"], fixed=fixed) for fixed in (True, False))
+    tables, places = [list(range(n, 40, 5)) for n in range(3)], set()
+    for step, lengths in enumerate([(1, 2, 30), (9, 70, 31), (80, 3, 1)]):
+        q = torch.randn(3, len(HEADS["mla"]), config.row_dim)
+        batch = batch_of([Span(n - 1, 1, t[: 5 + step]) for n, t in zip(lengths, tables, strict=True)], Shard(group, 1))
+        assert plain.repeats(batch) is None
+        assert kernel.repeats(batch) == 8
+        for each in (kernel, plain):
+            each.plan(batch)
+        found, wanted = kernel.pool(0, q), plain.pool(0, q)
+        assert torch.allclose(found.out, wanted.out, atol=1e-6)
+        assert torch.allclose(found.lse, wanted.lse, atol=1e-6)
+        places.add((*(t.data_ptr() for t in kernel._step.by_span), kernel._step.positions.data_ptr()))
+    assert len(places) == 1
+    chunk = batch_of([Span(0, 3, tables[0])], Shard(group, 1))
+    assert kernel.repeats(chunk) is None
+
+
 @settings(max_examples=120, deadline=None)
 @given(worlds(), st.booleans())
 def test_a_rank_that_has_all_rows_attends_in_one_pass(world: World, uneven: bool) -> None:

@@ -19,6 +19,7 @@ RUNS = [
     "acceptance --quick",
     "codec --rounds 1",
     "dcp_gpu --device cpu --gpus 1",
+    "dcp_serving_gpu --device cpu --gpus 2",
     "floods --quick",
     "harness {results}/plan.json {results}/plan.json",
     "inline --quick --rounds 1",
@@ -41,6 +42,7 @@ RUNS = [
 NEEDS = {
     "codec": "msgspec",
     "dcp_gpu": "torch",
+    "dcp_serving_gpu": "torch",
     "serving": "transformers",
     "tiers_stores": "rocksdict",
     "transfer_host": "nixl",

@@ -76,7 +76,7 @@ def test_stages_hand_over_to_one_rank(tmp_path: Path) -> None:
     prompt, ticket = Prompt(range(TOKENS)), new_ticket("prefill")
     with Sink("decode", pool, {"prefill": address.format(rank=0)}) as sink:
         requests = [source.request(ticket, prompt) for source, _ in sources]
-        fetch = sink.fetch(ticket, prompt, dict.fromkeys(names, [0, 4, 1, 3, 5]))
+        fetch = sink.fetch(ticket, prompt, {name: [0, 4, 1, 3, 5] for name in names})
         for request, (_, pages) in zip(requests, sources, strict=True):
             request.finish(pages)
         fetch.wait(20)
@@ -102,7 +102,7 @@ def test_titles_are_alike_on_all_stages() -> None:
 def test_stages_that_differ_are_refused() -> None:
     """A kind of layers that one stage stores in other pages, and an error of one stage, which all of them raise."""
     other = stated(attrs.evolve(TARGET, block=32, kernel=32), "flash_attn", [2])
-    with pytest.raises(LocalError, match="as layers .0, 1. of another pipeline stage"):
+    with pytest.raises(LocalError, match=r"as layers .0, 1. of another pipeline stage"):
         joined(shares([(KEYS[0], stated(TARGET, "flash_attn", [0, 1]))], [(KEYS[0], other)]))
     meeting = Meeting(2)
 

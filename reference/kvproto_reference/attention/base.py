@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -19,6 +19,13 @@ class Kernel(Protocol):
 
     def plan(self, batch: Batch) -> None:
         """Prepare for the arrays of the next step; those of earlier steps are no longer needed."""
+
+    def repeats(self, batch: Batch) -> Hashable | None:
+        """What steps of as many tokens have in common if one of them, captured, can be replayed for the others.
+
+        It is the same on all ranks; None: such a step cannot be captured.
+        """
+        return None
 
     def pool(self, layer: int, q: Tensor) -> Found:
         """Attention over the first `batch.bounds` rows of each span in this rank's pages, not causal.

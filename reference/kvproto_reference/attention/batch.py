@@ -69,27 +69,34 @@ def batch_of(spans: Sequence[Span], shard: Shard, whole: bool = True) -> Batch:
     """
     if not spans:
         raise EngineError("a step needs at least one span")
-    for span in spans:
-        if span.start < 0 or span.count < 1:
-            raise EngineError(f"positions [{span.start}, {span.start + span.count}) are no chunk")
-        if (need := shard.pages(span.start + span.count)) > len(span.pages):
-            raise EngineError(f"position {span.start + span.count - 1} needs {need} pages, not {len(span.pages)}")
     size = shard.group.rows
-    positions = np.concatenate([np.arange(s.start, s.start + s.count, dtype=np.int64) for s in spans])
-    slots = [shard.slots(np.asarray(s.pages, np.int64), np.arange(s.start, s.start + s.count)) for s in spans]
-    whole = whole and all(span.count == 1 for span in spans)
-    bounds = shard.rows(np.array([s.start + s.count if whole else s.start for s in spans], np.int64))
+    begins, counts, have = np.array([(s.start, s.count, len(s.pages)) for s in spans], np.int64).T
+    ends = begins + counts
+    if ((begins < 0) | (counts < 1)).any():
+        nth = int(((begins < 0) | (counts < 1)).argmax())
+        raise EngineError(f"positions [{begins[nth]}, {ends[nth]}) are no chunk")
+    need = shard.pages(ends)
+    if (need > have).any():
+        nth = int((need > have).argmax())
+        raise EngineError(f"position {ends[nth] - 1} needs {need[nth]} pages, not {have[nth]}")
+    starts = _sums(counts)
+    positions = np.repeat(begins - starts[:-1], counts) + np.arange(starts[-1])
+    tables = [np.asarray(span.pages, np.int32) for span in spans]
+    first = np.repeat(np.cumsum(have) - have, counts)
+    slots = shard.slots(np.concatenate(tables).astype(np.int64), positions, first)
+    whole = whole and bool((counts == 1).all())
+    bounds = shard.rows(ends if whole else begins)
     held = -(-bounds // size)
     return Batch(
         spans=tuple(spans),
         positions=positions,
-        slots=np.concatenate(slots),
-        starts=_sums([s.count for s in spans]),
+        slots=slots,
+        starts=starts,
         bounds=bounds.astype(np.int32),
         token_bounds=shard.rows(positions + 1).astype(np.int32),
         page_starts=_sums(held),
-        pages=np.concatenate([np.asarray(s.pages[:n], np.int32) for s, n in zip(spans, held, strict=True)]),
-        prefix=whole or any(span.start > 0 for span in spans),
+        pages=np.concatenate([table[:n] for table, n in zip(tables, held.tolist(), strict=True)]),
+        prefix=whole or bool(begins.any()),
         whole=whole,
     )
 

@@ -13,14 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import EngineError
-from ..gather import gather, near_to
+from ..gather import gather, near_to, scatter_sum
 from .base import Exchange
 from .lse import Found, Partial, merge, share
 
-__all__ = ["EXCHANGES", "OVER_ANY", "AllGather", "AllToAll", "Alone", "exchange_of"]
-
-# torch 2.13 renamed it
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+__all__ = ["EXCHANGES", "ON_CUDA", "AllGather", "AllToAll", "Alone", "exchange_of"]
 
 
 class Alone(Exchange):
@@ -67,11 +64,9 @@ class AllGather(_Group):
         part = part.natural()
         total = torch.logsumexp(self._gather(part.lse), 0)
         out = share(part, total)
-        summands = self._near(self._heads(out).movedim(1, 0))
-        mine = summands.new_empty(summands.shape[1:])
-        _REDUCE_SCATTER(mine, summands.flatten(0, 1), group=self.group)
+        mine = scatter_sum(self._heads(out).movedim(1, 0), self.group)
         own = self._heads(total)[:, dist.get_rank(self.group)]
-        return Partial(mine.to(out.device).to(part.out.dtype), own)
+        return Partial(mine.to(part.out.dtype), own)
 
 
 class AllToAll(_Group):
@@ -89,21 +84,20 @@ class AllToAll(_Group):
         return merge([Partial(*each) for each in zip(out, lse, strict=True)])
 
 
-_ON_CUDA = {"a2a_packed": "PackedAllToAll", "peer": "PeerMapped"}
-OVER_ANY = ("ag_rs", "a2a")
-"""Exchanges over any process group, such as that of gloo which `engine.launch` makes."""
-EXCHANGES = (*OVER_ANY, *_ON_CUDA)
-"""All exchanges by name; the last two are those of `cuda_exchange`, by NCCL and by mapped memory."""
+ON_CUDA = {"a2a_packed": "PackedAllToAll", "peer": "PeerMapped"}
+"""Those of `cuda_exchange`, by NCCL and by mapped memory, for ranks with a GPU each and elements of 16 bits."""
+EXCHANGES = ("ag_rs", "a2a", *ON_CUDA)
+"""All exchanges by name; the first two are over any process group."""
 
 
 def exchange_of(name: str, size: int, group: dist.ProcessGroup, replicated: bool = False) -> Exchange:
     """An exchange by name, made by all ranks of the group together; raises EngineError if they cannot have it."""
-    if name in _ON_CUDA:
+    if name in ON_CUDA:
         if not torch.cuda.is_available() or dist.get_backend(group) != "nccl":
             raise EngineError(f"exchange {name} needs a process group of NCCL, with a GPU for each rank")
         from . import cuda_exchange  # cuda-core need not be installed for the others
 
-        made: Exchange = getattr(cuda_exchange, _ON_CUDA[name])(size, group, replicated)
+        made: Exchange = getattr(cuda_exchange, ON_CUDA[name])(size, group, replicated)
         return made
     if name not in EXCHANGES:
         raise EngineError(f"exchange must be one of {EXCHANGES}, not {name!r}")

@@ -8,7 +8,7 @@ changes the base and selects neutral elements, which saves passes here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -52,7 +52,10 @@ class FlashInferKernel(Kernel):
         for heads in (group_heads, own_heads):
             each, rest = divmod(len(heads), kv_heads)
             if rest or list(heads) != [head // each for head in range(len(heads))]:
-                raise EngineError(f"FlashInfer shares {kv_heads} KV heads evenly; query heads read {list(heads)}")
+                raise EngineError(
+                    f"FlashInfer shares {kv_heads} KV heads evenly; query heads read {list(heads)}: choose back end"
+                    " torch, or DCP groups of no more ranks than have the same KV head without DCP"
+                )
         self._pool, self._fixed, self._mla = pool, fixed, config.kind == "mla"
         self._kv_heads, self._heads, self._own = kv_heads, len(group_heads), len(own_heads)
         self._dtype = getattr(torch, config.dtype)
@@ -76,6 +79,9 @@ class FlashInferKernel(Kernel):
         else:
             self._prefix = self._over_pool(batch, counts) if batch.prefix else None
             self._new = self._over_new(batch)
+
+    def repeats(self, batch: Batch) -> Hashable | None:
+        return "decode" if self._fixed and batch.whole else None
 
     def pool(self, layer: int, q: Tensor) -> Base2:
         assert self._prefix is not None
@@ -291,4 +297,4 @@ def kernel_of(
         warnings.warn(f"{missing}; attention runs on back end torch", RuntimeWarning, stacklevel=2)
     elif name != "torch":
         raise EngineError(f"attention back end must be one of {KERNELS}, not {name!r}")
-    return TorchKernel(pool, group_heads, own_heads)
+    return TorchKernel(pool, group_heads, own_heads, fixed=fixed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
@@ -35,6 +35,10 @@ class PagedAttention(Attention):
         slots = self.pool.places(batch.slots)
         self._slots = slots if places is None else places.copy_(slots)
         self._kernel.plan(batch)
+
+    def repeats(self, batch: Batch) -> Hashable | None:
+        """What captured steps have in common, as `Kernel.repeats` says."""
+        return self._kernel.repeats(batch)
 
     @property
     def record(self) -> StateRecord | None:

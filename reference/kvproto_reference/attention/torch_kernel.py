@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -30,13 +30,21 @@ class TorchKernel(Kernel):
     """
 
     def __init__(
-        self, pool: KVPool, group_heads: Sequence[int], own_heads: Sequence[int], reach: int | None = None
+        self,
+        pool: KVPool,
+        group_heads: Sequence[int],
+        own_heads: Sequence[int],
+        reach: int | None = None,
+        fixed: bool = False,
     ) -> None:
         """The index in the pool of the KV head that each query head reads, of the DCP group and of this rank.
 
         With `reach` a token attends to the last so many tokens, of which it is one; ranks do not deal tokens then.
+        With `fixed` a step in which every span is one token can be captured: its arrays are where those of the last
+        such step were, and its page tables have room for a power of two of pages.
         """
-        self._reach = reach
+        self._reach, self._fixed = reach, fixed
+        self._again: dict[tuple[int, Hashable], _Fixed] = {}
         self._pool, self._scale = pool, pool.config.score_scale
         self._values = pool.config.value_dim
         self._group_heads, self._own_heads = (torch.tensor(h, device=pool.device) for h in (group_heads, own_heads))
@@ -45,8 +53,21 @@ class TorchKernel(Kernel):
         even = list(own_heads) == [head for head in kv_heads for _ in range(shared)]
         self._read_heads = np.array(kv_heads if even else own_heads)
 
+    def repeats(self, batch: Batch) -> Hashable | None:
+        if not (self._fixed and batch.whole):
+            return None
+        return 1 << (max(len(span.pages) for span in batch.spans) - 1).bit_length()
+
     def plan(self, batch: Batch) -> None:
-        self._step = _Step(batch, self._pool, self._read_heads, self._reach)
+        width = self.repeats(batch)
+        if not isinstance(width, int):
+            self._step = _Step(batch, self._pool, self._read_heads, self._reach)
+            return
+        key = batch.tokens, width
+        if key not in self._again:
+            self._again[key] = _Fixed(batch, self._pool, self._read_heads, self._reach, width)
+        self._step = self._again[key]
+        self._again[key].put(batch)
 
     def pool(self, layer: int, q: Tensor) -> Partial:
         step = self._step
@@ -62,7 +83,9 @@ class TorchKernel(Kernel):
         seen = self._step.seen if which is None else self._step.seen[which]
         return _attend(q[None], k[None], v[None], seen[None], self._scale)[0]
 
-    def alone(self, layer: int, q: Tensor) -> Tensor:
+    def alone(self, layer: int, q: Tensor) -> Tensor | None:
+        if isinstance(self._step, _Fixed):  # its rows are of another number in each step
+            return None
         step, kv, width = self._step, len(self._read_heads), q.shape[-1]
         spans, n = step.at.shape
         rows = [self._rows(layer, part, step.rows).view(spans, kv, -1, width) for part in self._pool.config.parts]
@@ -177,16 +200,37 @@ class _Step:
 
     def _reads(self, spans: Ints, bounds: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
         """Page tables of these spans, padded with page 0 [n, pages], and how many of their rows are read [n]."""
-        size = self._pool.page_size
-        most = max(-(-int(bounds.max()) // size), 1)
+        most = self._most(bounds)
         table = np.zeros((len(spans), most), np.int64)
         for i, span in enumerate(spans):
             some = self._batch.spans[span].pages[:most]
             table[i, : len(some)] = some
         return self._device(table), self._device(bounds)
 
+    def _most(self, bounds: npt.NDArray[np.int32]) -> int:
+        """Pages for which a page table has room."""
+        return max(-(-int(bounds.max()) // self._pool.page_size), 1)
+
     def _device(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._pool.device)
+
+
+class _Fixed(_Step):
+    """A step of one token in each span whose arrays stay where they are, with room for `width` pages in each table."""
+
+    def __init__(self, batch: Batch, pool: KVPool, heads: Ints, reach: int | None, width: int) -> None:
+        super().__init__(batch, pool, heads, reach)
+        self._width = width
+        self._kept = *self.by_span, self.positions, self.at, *self.where
+
+    def put(self, batch: Batch) -> None:
+        """Fill them with those of another such step."""
+        other = _Fixed(batch, self._pool, self._heads, self._reach, self._width)
+        for mine, theirs in zip(self._kept, other._kept, strict=True):
+            mine.copy_(theirs)
+
+    def _most(self, bounds: npt.NDArray[np.int32]) -> int:
+        return self._width
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Partial:

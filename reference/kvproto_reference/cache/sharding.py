@@ -6,6 +6,8 @@ what is attended to is what was handed over.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,7 @@ from kvproto import Group, local_row, most_before, owned_before, owner
 __all__ = ["Shard"]
 
 Ints = npt.NDArray[np.int64]
+Count = TypeVar("Count", int, Ints)
 
 
 @attrs.frozen
@@ -37,8 +40,11 @@ class Shard:
         """The rank that stores each position; both arrays are [n]."""
         return owner(self.group, positions)
 
-    def pages(self, tokens: int) -> int:
-        """Pages that the largest share of `tokens` tokens needs; all ranks take as many, so that their tables agree."""
+    def pages(self, tokens: Count) -> Count:
+        """Pages that the largest share of `tokens` tokens (one number, or any shape) needs.
+
+        All ranks take as many, so that their tables agree.
+        """
         return -(-most_before(self.group, tokens) // self.group.rows)
 
     @property
@@ -51,11 +57,14 @@ class Shard:
         """All tokens, in pages of as many rows."""
         return Shard(attrs.evolve(self.group, cp_size=1, interleave=1, origin=0, order=None), 0)
 
-    def slots(self, table: Ints, positions: Ints) -> Ints:
-        """The slot, page * rows + row, of each position [n] that is this rank's; -1 for the others'."""
+    def slots(self, table: Ints, positions: Ints, first: Ints | int = 0) -> Ints:
+        """The slot, page * rows + row, of each position [n] that is this rank's; -1 for the others'.
+
+        `first` is where in `table` the page table of each position begins.
+        """
         if self.count == 1:
             mine, rows = np.full(len(positions), True), positions
         else:
             mine, rows = owner(self.group, positions) == self.cp_rank, local_row(self.group, positions)
-        page = np.minimum(rows // self.group.rows, max(len(table) - 1, 0))  # of others' rows: not used
+        page = np.minimum(first + rows // self.group.rows, max(len(table) - 1, 0))  # of others' rows: not used
         return np.where(mine, table[page] * self.group.rows + rows % self.group.rows, -1)

@@ -518,7 +518,7 @@ def main(argv: list[str] | None = None) -> int:
         options.check("decode")
         for address, why in unknown_hosts(options.seeds).items():
             print(f"warning: the host of {address} is not known here, yet: {why}", file=sys.stderr)
-        return launch(_run, options, options.processes, options.folder, options.layout.dp)
+        return launch(_run, options, options.processes, options.folder, options.layout.dp, options.gpus)
     except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -12,7 +12,7 @@ from kvproto import Options, Seed, read_sources
 from kvproto.calibration import Probe, load
 from kvproto.options import Spread
 
-from ..attention.exchange import OVER_ANY
+from ..attention.exchange import EXCHANGES, ON_CUDA
 from ..attention.flashinfer_kernel import KERNELS
 from ..cache.memory import Allocate, of_jax, shareable
 from ..cache.windows import needed
@@ -128,6 +128,13 @@ class EngineOptions:
         return attrs.evolve(self, replica=self.replica + replica)
 
     @property
+    def gpus(self) -> tuple[int, ...]:
+        """The GPU of each process, if each has one of its own and experts are not shared; otherwise none."""
+        used = {self.device(rank) for rank in range(self.processes)} - {None}
+        apart = len(used) == self.processes > 1 and self.layout.dp == 1
+        return tuple(self.devices[: self.processes]) if apart else ()
+
+    @property
     def memory(self) -> Allocate:
         """The allocator of the pools."""
         return POOLS[self.pools]
@@ -151,6 +158,13 @@ class EngineOptions:
             self._check_hybrid()
         if self.window_pages and configs[0].window is None:
             raise EngineError("--window-pages is of sliding windows, which this target has none of: leave it out")
+        if self.layout.exchange in ON_CUDA and (configs[0].dtype == "float32" or configs[0].value_dim % 8):
+            raise EngineError(
+                f"--exchange {self.layout.exchange} moves 8 elements of 16 bits at a time: choose --dtype bfloat16, or"
+                f" another exchange, for outputs of {configs[0].value_dim} elements in {configs[0].dtype}"
+            )
+        if self.captured and any(config.moe for config in configs):
+            raise EngineError("the host looks which experts are chosen, which no graph does: leave --captured out")
         if not hidden_of(configs):
             return
         for wrong, says in (
@@ -393,6 +407,8 @@ def _check(role: str, args: argparse.Namespace) -> None:
     missing = {name for name in ("jax", "flashinfer") if importlib.util.find_spec(name) is None}
     kept = args.host_pages
     ranks, devices = args.tp * args.cp, args.devices or (0,)
+    shared = len(set(devices[: ranks * args.pp])) < ranks * args.pp
+    own = f"a GPU for each of the {ranks * args.pp} ranks, by --devices"
     refused = (
         (args.pools == "jax" and args.transport != "cuda",
          "--pools jax needs --transport cuda: elsewhere only kvproto's own memory is shared"),
@@ -430,9 +446,12 @@ def _check(role: str, args: argparse.Namespace) -> None:
          "--host-pages is of torch on the host: pools of a GPU, and ranks of JAX, are not kept yet"),
         (kept and (vars(args).get("intent") or vars(args).get("spans")),
          "--host-pages takes all pages of a request at once: leave --intent and --spans out"),
-        (captured and not flashinfer, "--captured needs --back-end flashinfer: only its steps are CUDA graphs"),
-        (captured and (args.tp > 1 or args.pp > 1),
-         "--captured needs --tp 1 and --pp 1: ranks add up over gloo, which no CUDA graph holds"),
+        (captured and (jax or not gpus),
+         "--captured is of torch on GPUs: it needs --transport cuda, or nixl with --devices, and no --framework jax"),
+        (captured and shared, f"--captured needs {own}: ranks that share one add up over gloo, which no graph holds"),
+        (captured and (args.pp > 1 or args.draft_tp),
+         "--captured needs all layers on every rank: leave --pp and --draft-tp out"),
+        (args.exchange in ON_CUDA and (jax or not gpus or shared), f"--exchange {args.exchange} needs torch and {own}"),
     )  # fmt: skip
     for wrong, says in refused:
         if wrong:
@@ -447,7 +466,7 @@ def add_back_end(parser: argparse.ArgumentParser) -> None:
 
 def add_captured(parser: argparse.ArgumentParser) -> None:
     """Add the option of CUDA graphs; the demo has the same as its decode engine."""
-    text = "run decode steps of one token as CUDA graphs; needs flashinfer and one rank"
+    text = "run decode steps of one token as CUDA graphs; needs a GPU for each rank"
     parser.add_argument("--captured", action="store_true", help=text)
 
 
@@ -472,7 +491,8 @@ def add_dcp(parser: argparse.ArgumentParser) -> None:
     add("--interleave", type=int, default=1, help="consecutive tokens that one DCP rank stores (default 1)")
     add("--deal", default="cyclic", metavar="NAME|R,R,...", help=DEAL)
     add("--draft-sharded", action="store_true", help="deal the draft's tokens too; otherwise each rank stores all")
-    add("--exchange", choices=OVER_ANY, default="a2a", help="how DCP ranks merge attention (default a2a)")
+    how = "how DCP ranks merge attention; a2a_packed and peer: in 16 bits, with a GPU for each rank (default a2a)"
+    add("--exchange", choices=EXCHANGES, default="a2a", help=how)
     add("--replicate-q", action="store_true", help="project a DCP group's queries on every rank; gather none")
 
 

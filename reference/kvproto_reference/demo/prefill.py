@@ -224,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = parse("prefill", argv)
         options.check("prefill")
-        return launch(_run, options, options.processes, options.folder, options.layout.dp)
+        return launch(_run, options, options.processes, options.folder, options.layout.dp, options.gpus)
     except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -75,7 +75,10 @@ def start(
 
 
 def devices(options: DemoOptions) -> tuple[str, str]:
-    """GPUs of the prefill and of the decode engine: those asked for, or half of all GPUs each; raises EngineError."""
+    """GPUs of the prefill and of the decode engine: those asked for, or half of all GPUs each; raises EngineError.
+
+    Where that half is too small to give each rank a GPU, but all of them are enough, the engines share them.
+    """
     if options.transport != "cuda":
         given = [d or "" for d in (options.prefill_devices, options.decode_devices)]
         return (given[0], given[1]) if options.transport == "nixl" else ("", "")
@@ -83,5 +86,10 @@ def devices(options: DemoOptions) -> tuple[str, str]:
     if not count:
         raise EngineError("--transport cuda needs a GPU")
     half = max(count // 2, 1)
-    first, second = ",".join(map(str, range(half))), ",".join(map(str, range(half % count, count)))
+    prefill, decode = list(range(half)), list(range(half % count, count))
+    if half < options.prefill_pp * options.prefill_cp * options.prefill_tp <= count:
+        prefill += decode
+    if len(decode) < options.decode_pp * options.decode_tp <= count:
+        decode += range(half % count)
+    first, second = (",".join(map(str, gpus)) for gpus in (prefill, decode))
     return options.prefill_devices or first, options.decode_devices or second

@@ -145,13 +145,15 @@ def torch_runner(
     """A model over its pool on one rank; DCP ranks merge over the group `among` by an exchange of EXCHANGES.
 
     `context` is the CP group of prefill ranks, on back end torch. `by_token` is as in `PagedAttention`, and `back_end`
-    a name of KERNELS. With `captured`, FlashInfer's decode steps are CUDA graphs. `taps` are layers of a target whose
+    a name of KERNELS. With `captured`, decode steps on a GPU are CUDA graphs. `taps` are layers of a target whose
     hidden states a head reads. `beside` has the pools of a hybrid's other layers. Raises EngineError where heads or
     hybrids cannot be had.
     """
+    config, place = model.config, model.tp
     if captured and (taps or isinstance(model, Head)):
         raise EngineError("CUDA graphs keep no hidden states, which a head needs: leave --captured out")
-    config, place = model.config, model.tp
+    if captured and config.moe is not None:
+        raise EngineError("the host looks which experts are chosen, which no CUDA graph does: leave --captured out")
     group, own = (where.share(config.heads) for where in (place.together, place))
     heads = kv_head_of(config, place, group), kv_head_of(config, place, own)
     merging: Exchange = Alone()
@@ -178,6 +180,6 @@ def torch_runner(
     attention = PagedAttention(pool, kernel, merging, by_token)
     if isinstance(model, Head):
         return HeadRunner(model, attention, shard)
-    if captured and isinstance(kernel, FlashInferKernel):
+    if captured and pool.device.type == "cuda":
         return CapturedRunner(model, attention, shard)
     return TorchRunner(model, attention, shard, taps)

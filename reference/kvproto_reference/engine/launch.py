@@ -8,10 +8,11 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 
@@ -23,23 +24,38 @@ from .world import World
 Run = Callable[[Any, World], int]
 _Bells = list[tuple[socket.socket, socket.socket]]
 """For each process from the second on: the first one's end of a pair of sockets, and its own."""
-_Sizes = tuple[int, int]
-"""Ranks of a replica, and replicas."""
 _PR_SET_PDEATHSIG = 1
 _STOPS = signal.SIGINT, signal.SIGTERM
 _LIBC = ctypes.CDLL(None)
 
 
-def launch(run: Run, options: Any, size: int, folder: Path, replicas: int = 1) -> int:
-    """Run `run(options, world)` in `size` processes of each replica; returns the exit status of the first."""
+@attrs.frozen
+class _Meeting:
+    """Where the processes of an engine meet, how many they are, and the GPU of each, if each has one of its own."""
+
+    file: Path
+    size: int
+    """Ranks of a replica."""
+    replicas: int
+    gpus: Sequence[int]
+
+    @property
+    def processes(self) -> int:
+        return self.size * self.replicas
+
+
+def launch(run: Run, options: Any, size: int, folder: Path, replicas: int = 1, gpus: Sequence[int] = ()) -> int:
+    """Run `run(options, world)` in `size` processes of each replica; returns the exit status of the first.
+
+    With `gpus`, one for each process, their models exchange over NCCL.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    meeting = folder / f"gloo-{secrets.token_hex(8)}"
+    meeting = _Meeting(folder / f"gloo-{secrets.token_hex(8)}", size, replicas, gpus)
     context = multiprocessing.get_context("fork")  # nothing of CUDA or gloo is open yet, and torch is imported once
-    bells = [socket.socketpair() for _ in range(1, size * replicas)]
-    sizes = size, replicas
+    bells = [socket.socketpair() for _ in range(1, meeting.processes)]
     others = [
-        context.Process(target=_child, args=(run, options, place, sizes, meeting, bells, os.getpid()), daemon=True)
-        for place in range(1, size * replicas)
+        context.Process(target=_child, args=(run, options, place, meeting, bells, os.getpid()), daemon=True)
+        for place in range(1, meeting.processes)
     ]
     try:
         with signals_held():
@@ -47,7 +63,7 @@ def launch(run: Run, options: Any, size: int, folder: Path, replicas: int = 1) -
                 process.start()
         for _, theirs in bells:
             theirs.close()
-        return _rank(run, options, 0, sizes, meeting, tuple(ours for ours, _ in bells))
+        return _rank(run, options, 0, meeting, tuple(ours for ours, _ in bells))
     except KeyboardInterrupt:
         return 130
     finally:
@@ -56,7 +72,7 @@ def launch(run: Run, options: Any, size: int, folder: Path, replicas: int = 1) -
             if process.is_alive():
                 process.kill()
                 process.join()
-        meeting.unlink(missing_ok=True)
+        meeting.file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -84,35 +100,57 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _child(run: Run, options: Any, place: int, sizes: _Sizes, meeting: Path, bells: _Bells, parent: int) -> None:
+def _child(run: Run, options: Any, place: int, meeting: _Meeting, bells: _Bells, parent: int) -> None:
     end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     release_signals()
     mine = bells[place - 1][1]
     for each in {end for pair in bells for end in pair} - {mine}:
         each.close()
-    sys.exit(_rank(run, options, place, sizes, meeting, (mine,)))
+    status = _rank(run, options, place, meeting, (mine,))
+    if status and meeting.gpus:
+        os._exit(status)  # the end of NCCL would wait for ranks that do not come any more
+    sys.exit(status)
 
 
-def _rank(run: Run, options: Any, place: int, sizes: _Sizes, meeting: Path, bells: tuple[socket.socket, ...]) -> int:
+def _rank(run: Run, options: Any, place: int, meeting: _Meeting, bells: tuple[socket.socket, ...]) -> int:
     torch.set_num_threads(1)
-    size, replicas = sizes
-    replica, rank = divmod(place, size)
     try:
-        if size * replicas == 1:
+        if meeting.processes == 1:
             return run(options, World())
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
-            dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=place, world_size=size * replicas)
+            here = f"file://{meeting.file}"
+            dist.init_process_group("gloo", init_method=here, rank=place, world_size=meeting.processes)
         except RuntimeError as error:  # another has ended meanwhile, and says why
             raise EngineError(f"rank {place} did not meet the others: {str(error).partition(chr(10))[0]}") from error
-        try:
-            engine = dist.group.WORLD
-            members = [range(first, first + size) for first in range(0, size * replicas, size)]
-            groups = [dist.new_group([*ranks]) for ranks in members] if replicas > 1 else [engine]
-            return run(options, World(rank, size, groups[replica], bells, replica, replicas, engine))
-        finally:
-            dist.destroy_process_group()
+        with _groups_of(meeting, place) as computes:
+            return run(options, _world(meeting, place, bells, computes))
     except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
+
+
+def _world(meeting: _Meeting, place: int, bells: tuple[socket.socket, ...], computes: str) -> World:
+    """The place of a process among the replicas of its engine."""
+    engine, size = dist.group.WORLD, meeting.size
+    replica, rank = divmod(place, size)
+    groups = [engine]
+    if meeting.replicas > 1:
+        groups = [dist.new_group([*range(first, first + size)]) for first in range(0, meeting.processes, size)]
+    mine = groups[replica if meeting.replicas > 1 else 0]
+    return World(rank, size, mine, bells, replica, meeting.replicas, engine, computes)
+
+
+@contextlib.contextmanager
+def _groups_of(meeting: _Meeting, place: int) -> Iterator[str]:
+    """The back end of the groups in which models exchange; all groups end with it."""
+    if not meeting.gpus:
+        try:
+            yield "gloo"
+        finally:
+            dist.destroy_process_group()
+        return
+    torch.cuda.set_device(meeting.gpus[place])
+    yield "nccl"
+    dist.destroy_process_group()  # not after an error, as NCCL would wait for the others

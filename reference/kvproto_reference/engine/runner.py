@@ -137,6 +137,10 @@ class Runner(Protocol):
         """Take part in the steps of replicas with which this one shares experts, until none has another one."""
         return
 
+    def close(self) -> None:
+        """End, once the last step is over; graphs keep the groups in which ranks exchange from ending."""
+        return
+
 
 class TorchLogits(Logits):
     """Logits in a tensor [n, vocab]."""
@@ -268,6 +272,8 @@ def assemble(
     """The arrays of a step, its tokens [tokens], and those whose logits are wanted [n]; `whole` is as in `batch_of`."""
     spans = [Span(c.start, len(c.tokens), c.pages, c.proposed, c.window) for c in chunks]
     batch = batch_of(spans, shard, whole)
-    tokens = np.concatenate([np.asarray(chunk.tokens, np.int64) for chunk in chunks])
-    wanted = [np.arange(stop - chunk.wanted, stop) for chunk, stop in zip(chunks, batch.starts[1:], strict=True)]
-    return batch, tokens, np.concatenate(wanted).astype(np.int64)
+    tokens = np.array([token for chunk in chunks for token in chunk.tokens], np.int64)
+    wanted = np.array([chunk.wanted for chunk in chunks], np.int64)
+    before = np.cumsum(wanted) - wanted
+    rows = np.repeat(batch.starts[1:] - wanted - before, wanted) + np.arange(wanted.sum())
+    return batch, tokens, rows.astype(np.int64)

@@ -25,6 +25,8 @@ class World:
     replicas: int = 1
     engine: dist.ProcessGroup | None = None
     """All processes of the engine."""
+    computes: str = "gloo"
+    """The back end of groups in which models exchange: nccl, if each rank has a GPU of its own. `group` is of gloo."""
     _made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = attrs.field(factory=dict, init=False, eq=False)
 
     @property
@@ -61,8 +63,9 @@ class World:
             for replica in range(self.replicas):
                 for ranks in key:
                     if len(ranks) > 1:
-                        all_of_it = len(ranks) == self.size
-                        made = self.group if all_of_it else dist.new_group([replica * self.size + r for r in ranks])
+                        whole = len(ranks) == self.size and self.computes == "gloo"
+                        places = [replica * self.size + rank for rank in ranks]
+                        made = self.group if whole else dist.new_group(places, backend=self.computes)
                         mine = made if self.rank in ranks and self.replica == replica else mine
             self._made[key] = mine
         return self._made[key]
