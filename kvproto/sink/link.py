@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -28,28 +28,15 @@ from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode, Feature, Proof
 from kvproto.wire.messages import Done, Grants, Register
 
-
-class LinkHost(Protocol):
-    """The rank that gives links their turns."""
-
-    def needs_turn(self, link: "SourceLink") -> None:
-        """Give a link a turn soon."""
-
-    def report(self, link: "SourceLink", event: Event) -> None:
-        """Pass an event to the engine."""
-
-    def fetch(self, fetch: Fetch) -> None:
-        """Request a fetch, or request it again, over the current link to its source."""
-
-    def send(self, link: "SourceLink", address: str, frame: bytes) -> None:
-        """Send a frame; raises KvprotoError for an address that cannot be used."""
+if TYPE_CHECKING:
+    from kvproto.sink.node import SinkNode
 
 
 @attrs.frozen
 class LinkContext:
     """The objects that all links of a sink rank share."""
 
-    host: LinkHost
+    host: "SinkNode"
     party: Party
     transports: tuple[Transport, ...]
     readers: tuple[Transport, ...]
@@ -388,6 +375,7 @@ class SourceLink:
         self._context.verification.add(Arrival(self, fetch, fetch.registered, done, seconds), verify)
 
     def verified(self, arrival: Arrival) -> None:
+        """End a fetch whose checksums are all computed."""
         del self._context.unreached[self.replica]
         self._forget(arrival.fetch)
         self._report(arrival.outcome())

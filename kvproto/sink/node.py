@@ -161,7 +161,7 @@ class SinkNode:
         self._retire(replica, reason)
 
     def fetch(self, fetch: Fetch) -> None:
-        """Request a fetch, which ends with Arrived or Lost; a lost source is greeted again.
+        """Request a fetch, or request it again; it ends with Arrived or Lost. A lost source is greeted again.
 
         It is lost with DEADLINE if the source does not accept it within its `seconds`, and with POOL_MOVED unless its
         epoch is current.
@@ -245,6 +245,7 @@ class SinkNode:
     # calls of links
 
     def needs_turn(self, link: SourceLink) -> None:
+        """Give a link a turn soon."""
         self._awake[link] = None
 
     def report(self, link: SourceLink, event: Event) -> None:
@@ -259,6 +260,7 @@ class SinkNode:
         self._events.append(event)
 
     def send(self, link: SourceLink, address: str, frame: bytes) -> None:
+        """Send a frame; raises KvprotoError for an address that cannot be used."""
         self._dialer.send((link, address), frame, link.server)
 
     # turns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -20,34 +20,17 @@ from kvproto.rank.handles import TicketHandle
 from kvproto.rank.page_tables import PageRules, PageTables, RequestTables, Since
 from kvproto.rank.pool import Pool
 from kvproto.session.tickets import TicketState
-from kvproto.source.page_guard import GuardedPages
 from kvproto.source.prefill import Computed, Finished, Prefill
 from kvproto.source.schedule import Send
 from kvproto.wire.enums import ErrorCode, Outcome
+
+if TYPE_CHECKING:
+    from kvproto.source.node import SourceNode
 
 _HOWEVER_LONG = -1.0
 """The timeout of a lock that is waited for without end."""
 _AT_ONCE = 1 << 20
 """Bytes that `finish` may copy in the thread that calls it."""
-
-
-class RequestCalls(Protocol):
-    """The calls that a request makes on the rank that serves it."""
-
-    def expect(self, request: Request, content: bytes, tokens: int | None, axes: Mapping[str, int]) -> None:
-        """Accept a request."""
-
-    def computed(self, request: Request, computed: Computed) -> None:
-        """Copy rows that are computed."""
-
-    def finish(self, request: Request, finished: Finished) -> None:
-        """Serve the sinks, as prefill is over."""
-
-    def guard(self, finished: Finished, axes: Mapping[str, int]) -> GuardedPages:
-        """Take checksums of a request's pages."""
-
-    def refuse(self, request: Request, error: KvprotoError) -> None:
-        """End a request that cannot be produced."""
 
 
 class Request(TicketHandle[Over]):
@@ -56,7 +39,7 @@ class Request(TicketHandle[Over]):
     It ends with Freed, with Undelivered if a sink rank may not have the request, or with Expired after its deadline.
     """
 
-    def __init__(self, rank: EngineRank, calls: RequestCalls, ticket: Ticket, prompt: Prompt) -> None:
+    def __init__(self, rank: EngineRank, calls: SourceNode, ticket: Ticket, prompt: Prompt) -> None:
         super().__init__(rank, ticket)
         self._rank, self._calls, self.pool = rank, calls, rank.pool
         self.prompt, self._length = prompt, len(prompt)
