@@ -5,7 +5,7 @@ import gc
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,18 +26,6 @@ from kvproto.wire.messages import Columns
 
 _ALIGN = 256
 """Each column of a pool without gaps begins at a multiple of so many bytes."""
-
-
-class RankPool(Protocol):
-    """The regions of one rank, and the place of each column in them; `Pool` implements it."""
-
-    @property
-    def memories(self) -> Mapping[int, Memory]:
-        """Memory by region id."""
-
-    @property
-    def layout(self) -> RankLayout:
-        """The rank's geometry and columns."""
 
 
 class Pool:

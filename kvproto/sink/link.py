@@ -13,7 +13,7 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError,
 from kvproto.events import Connected, Event, Refused
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.rank.background import Background
-from kvproto.rank.pool import RankPool
+from kvproto.rank.pool import Pool
 from kvproto.session import Party, SinkEndpoint, limits
 from kvproto.session.descriptions import Described
 from kvproto.session.records import SinkAttempt, SinkTransfer
@@ -162,7 +162,7 @@ class SourceLink:
 
     # pools
 
-    def adaptable(self, pool: RankPool) -> bool:
+    def adaptable(self, pool: Pool) -> bool:
         """Whether its sessions can go on with this pool."""
         return not self.over and self.endpoint.adaptable(pool.layout.geometry)
 

@@ -9,8 +9,8 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.errors import KvprotoError
 from kvproto.planning.plan import Route
-from kvproto.rank.pool import RankPool
-from kvproto.rank.registration import PeerMapping, PeerMemory, map_peer
+from kvproto.rank.pool import Pool
+from kvproto.rank.registration import PeerMapping, map_peer
 from kvproto.session import SinkEndpoint
 from kvproto.session.descriptions import Described
 from kvproto.session.records import SinkAttempt
@@ -30,7 +30,7 @@ class _Pull:
     attempt: SinkAttempt
     offer: Offer
     sinks: dict[int, Window]
-    into: RankPool
+    into: Pool
     routes: tuple[Route, ...]
     peer: PeerMapping | None = None
     program: CopyProgram | None = None
@@ -63,15 +63,15 @@ class Puller:
         intervals = [p.peer.transport.capabilities.poll_interval for p in self._pulls if p.peer is not None]
         return min((seconds for seconds in intervals if seconds is not None), default=None)
 
-    def map(self, session: SinkSession, register: Register, described: Described, pool: RankPool, asleep: bool) -> None:
+    def map(self, session: SinkSession, register: Register, described: Described, pool: Pool, asleep: bool) -> None:
         """Map a source's memory with its first transport that works here, to read it into `pool` or a later one."""
         if not session.open:  # it has said Goodbye in the meantime
             return
-        asked = PeerMemory(session.session, register, described)
         try:
             there = RankLayout(described.source, session.peer.rank, {c.group: c for c in register.columns})
             pair = Pair(described.routes, there, pool.layout)
-            peer = map_peer(asked, self._transports, pair, None if asleep else pool.memories, writes=False)
+            own = None if asleep else pool.memories
+            peer = map_peer(register, described, self._transports, pair, own, writes=False)
         except KvprotoError as error:
             self._endpoint.refuse_register(session, error.kept(), time.monotonic())
             return
@@ -82,9 +82,7 @@ class Puller:
         """Unmap an epoch of a source once nothing reads it."""
         self._unmapping.add((session, epoch))
 
-    def offered(
-        self, attempt: SinkAttempt, sinks: dict[int, Window], into: RankPool, routes: tuple[Route, ...]
-    ) -> None:
+    def offered(self, attempt: SinkAttempt, sinks: dict[int, Window], into: Pool, routes: tuple[Route, ...]) -> None:
         """Read an offer as soon as possible, by these routes; `sinks` are this side's windows by group id."""
         assert attempt.lease is not None
         self._pulls.append(_Pull(attempt, attempt.lease.offer, sinks, into, routes))

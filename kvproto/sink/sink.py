@@ -47,19 +47,7 @@ class Sink(EngineRank):
         named = [(_replica(key), key, seed) for key, seed in seeds.items()]
         for _, key, seed in named:
             check_seed(f'sources["{key}"]' if isinstance(key, str) else f"sources[{key!r}]", seed, chosen)
-        self._node = SinkNode(
-            party,
-            pool,
-            dialer_of(chosen),
-            verify=chosen.verify,
-            transports=transports_of(chosen, pool),
-            pull=chosen.pull,
-            quarantine=chosen.quarantine,
-            spread=chosen.spread,
-            cold_draft=chosen.cold_draft,
-            eager=chosen.eager,
-            ticket_wait=chosen.ticket_wait,
-        )
+        self._node = SinkNode(party, pool, dialer_of(chosen), chosen, transports_of(chosen, pool))
         super().__init__(name, pool, self._node, chosen)
         self._start()
         for (engine, replica), _, seed in named:

@@ -12,7 +12,7 @@ from kvproto.planning.axes import NO_AXES
 from kvproto.rank.background import Background
 from kvproto.rank.checksums import BEGUN, SUM_TIME, Checksums, bytes_by_name, session_id
 from kvproto.rank.handles import free_pools
-from kvproto.rank.pool import RankPool
+from kvproto.rank.pool import Pool
 from kvproto.rank.registration import features_of
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.descriptions import Described
@@ -42,7 +42,7 @@ class SourceNode:
     def __init__(
         self,
         party: Party,
-        pool: RankPool,
+        pool: Pool,
         listener: Listener,
         endpoints: Mapping[int, str],
         options: Options,
@@ -51,7 +51,7 @@ class SourceNode:
         """`endpoints` are the addresses of all ranks of this replica, for Welcome."""
         self.pool, self._listener, self._lease = pool, listener, options.lease
         self.transports = tuple(transports) or (default(pool.memories),)
-        features = features_of(self.transports, options.verify, options.pull, options.spread, options.cold_draft)
+        features = features_of(self.transports, options)
         self.endpoint = SourceEndpoint(
             self, party, pool.layout.geometry, dict(endpoints), features, session_id, this_process(), listener.admit
         )
@@ -161,7 +161,7 @@ class SourceNode:
         self.memory.sleep()
         return leaving
 
-    def wake(self, pool: RankPool, epoch: int, endpoints: Mapping[int, str]) -> None:
+    def wake(self, pool: Pool, epoch: int, endpoints: Mapping[int, str]) -> None:
         """Serve requests from another pool; `endpoints` as in `__init__`, for a geometry that differs."""
         if pool.layout.geometry != self.endpoint.geometry:
             self.endpoint.restate(pool.layout.geometry, endpoints, time.monotonic())

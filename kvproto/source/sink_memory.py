@@ -7,8 +7,8 @@ from functools import partial
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.rank.pool import RankPool
-from kvproto.rank.registration import PeerMapping, PeerMemory, map_peer, register
+from kvproto.rank.pool import Pool
+from kvproto.rank.registration import PeerMapping, map_peer, register
 from kvproto.session import SourceEndpoint
 from kvproto.session.descriptions import Described
 from kvproto.session.source import SourceSession
@@ -28,7 +28,7 @@ class SinkMemory:
     def __init__(
         self,
         endpoint: SourceEndpoint,
-        pool: RankPool,
+        pool: Pool,
         transports: Sequence[Transport],
         defer: Callable[[Callable[[], Pair], Callable[[Pair | KvprotoError], None]], None],
     ) -> None:
@@ -79,8 +79,7 @@ class SinkMemory:
                 self._expose(session, register, described, pair)
                 return
             own, features = None if self.asleep else self._pool.memories, session.features
-            asked = PeerMemory(session.session, register, described)
-            peer = map_peer(asked, self._transports, pair, own, writes=True, features=features)
+            peer = map_peer(register, described, self._transports, pair, own, writes=True, features=features)
         except KvprotoError as error:
             session.refuse_register(error.kept())
             return
@@ -114,8 +113,7 @@ class SinkMemory:
     def _expose(self, session: SourceSession, register: Register, described: Described, pair: Pair) -> None:
         """Let the sink read: none of its memory is mapped, and an empty copy waits for the rows."""
         transport = next((t for t in self._transports if t.capabilities.reads), None) or default(self._pool.memories)
-        asked = PeerMemory(session.session, register, described)
-        mapping = PeerMapping(asked, transport, pair, reads=True)
+        mapping = PeerMapping(register, described, transport, pair, reads=True)
         regions = self._regions(mapping)  # raises before anything is answered
         session.accept_register(transport.capabilities.code, mapping=mapping)
         self._mapped[mapping.key] = mapping
@@ -150,12 +148,12 @@ class SinkMemory:
             for owned in list(owner.epochs.values()):
                 owner.unregister(owned, at_once=True, now=now)
 
-    def wake(self, pool: RankPool, epoch: int) -> None:
+    def wake(self, pool: Pool, epoch: int) -> None:
         """Serve the mapped sinks from another pool; end the sessions in which that is not possible."""
         self.asleep, self._pool, self._epoch = False, pool, epoch
         for (number, _), peer in list(self._mapped.items()):
             session = self._endpoint.sessions.get(number)
-            if session is None or not session.open or peer.asked.described.of_source is not self._endpoint.stated:
+            if session is None or not session.open or peer.described.of_source is not self._endpoint.stated:
                 continue  # it registers again once it has this side's new Description
             try:
                 peer.pair = Pair(peer.pair.routes, pool.layout, peer.pair.sink)

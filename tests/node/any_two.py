@@ -12,12 +12,11 @@ from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import Window
-from kvproto.net import Dialer, Listener, private_address
+from kvproto.net import Listener, private_address
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import plan
 from kvproto.rank.base import party_of
-from kvproto.sink.node import SinkNode
-from tests.node.nodes import PREFILL, DrivenSource, Nodes, finished
+from tests.node.nodes import PREFILL, DrivenSource, Nodes, finished, sink_node
 from tests.node.test_node import CONTENT
 from tests.plan.worlds import caches, side
 from tests.pools import allocate, contents
@@ -95,7 +94,7 @@ class AnyTwo(Nodes):
         required = routes.required(number)
         self.required = [node for node in sources if node.pool.layout.rank in required]
         """Those that the sink asks."""
-        sink = SinkNode(party_of("d", self.pool), self.pool, Dialer(), **take)
+        sink = sink_node("d", self.pool, **take)
         sink.connect(PREFILL, addresses[required[0]])
         super().__init__(sources, [sink])
 

@@ -26,7 +26,9 @@ import kvproto.source.node
 from kvproto import Options, Pool, Prompt, Ticket
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Arrived, Connected, Lost, PagesFree
+from kvproto.net import Dialer
 from kvproto.planning.axes import NO_AXES
+from kvproto.rank.base import party_of
 from kvproto.rank.page_tables import grants_of
 from kvproto.sink import Fetch
 from kvproto.sink.node import SinkNode
@@ -143,6 +145,11 @@ class Owner:
 
     def later(self, call: Callable[[], object], wake: bool = False) -> None:
         call()
+
+
+def sink_node(name: str, pool: Any, transports: Sequence[Any] = (), **options: Any) -> SinkNode:
+    """A sink rank with these options."""
+    return SinkNode(party_of(name, pool), pool, Dialer(), Options(**options), transports)
 
 
 class DrivenSource(SourceNode):

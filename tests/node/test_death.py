@@ -18,9 +18,8 @@ from kvproto import Pool
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import DeviceFault, LocalError
 from kvproto.events import Disconnected, Over, Unwanted
-from kvproto.net import Dialer, Listener, private_address
+from kvproto.net import Listener, private_address
 from kvproto.rank.base import party_of
-from kvproto.sink.node import SinkNode
 from kvproto.transport.base import Memory, Move
 from kvproto.transport.process import Watch
 from kvproto.transport.shm.transport import ShmTransport
@@ -84,7 +83,7 @@ class Decode(nodes.Nodes):
     """A decode rank and its source, which may come anew."""
 
     def __init__(self, pool: Pool, address: str, quarantine: float = 0.5) -> None:
-        self.node = SinkNode(party_of("d", pool), pool, Dialer(), quarantine=quarantine)
+        self.node = nodes.sink_node("d", pool, quarantine=quarantine)
         super().__init__([], [self.node])
         self.find(address)
 

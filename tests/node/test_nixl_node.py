@@ -15,7 +15,7 @@ from kvproto.catalog.models import PRESETS, describe
 from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.errors import RemoteError
 from kvproto.events import Over, Refused
-from kvproto.net import Dialer, Listener, private_address
+from kvproto.net import Listener, private_address
 from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan
 from kvproto.rank.base import party_of
@@ -309,7 +309,7 @@ def test_pages_after_a_source_was_killed(
     with contextlib.ExitStack() as stack:
         process, hear = nodes.begin(stack, source, address, made, mode)
         pool = allocate(geometry(1), 0, ITEMS)
-        sink = SinkNode(party_of("d", pool), pool, Dialer(), transports=[NixlTransport(mode, SLOTS, SLOT)])
+        sink = nodes.sink_node("d", pool, transports=[NixlTransport(mode, SLOTS, SLOT)])
         sink.connect(nodes.PREFILL, address)
         alone = stack.enter_context(contextlib.closing(nodes.Nodes([], [sink])))
         alone.ready()
