@@ -20,6 +20,7 @@ from kvproto.rank.tensor_layout import Column, columns_of
 from kvproto.session import limits
 from kvproto.transport import memory as shareable
 from kvproto.transport.base import Memory
+from kvproto.transport.tensors import CPU
 from kvproto.wire import to_json
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
@@ -193,7 +194,7 @@ class Pool:
         Raises LocalError(BAD_COLUMNS) for memory of a GPU, or a name that this rank does not own.
         """
         region, offset, shape, strides = self.place(group, layer, part)
-        if self.memories[region].__dlpack_device__()[0] != 1:
+        if self.memories[region].__dlpack_device__()[0] != CPU:
             raise _bad("Pool.array", "a pool in host memory", "memory of a GPU: see Pool.place and Pool.memories")
         memory = np.from_dlpack(self.memories[region]).view(np.uint8)
         return np.ndarray(shape, np.uint8, memory, offset, strides)
