@@ -238,7 +238,7 @@ class Rank:
         self.work.append(lambda: session.accept_register(Transport.SHM))
 
     def unmap_memory(self, session: Any, epoch: int) -> None:
-        self.work.append(lambda: session.unmapped(epoch))
+        self.work.append(lambda: session.holder.unmapped(epoch))
 
     def transfer_due(self, attempt: Any) -> None:
         def done() -> None:

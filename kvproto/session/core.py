@@ -126,11 +126,6 @@ class Session:
         """Note who the peer is, as its Hello or Welcome says."""
         self._peer, self._name = peer, str(peer)
 
-    @property
-    def resuming(self) -> bool:
-        """Whether this side has asked to resume over another connection, on which counts begin at 0 again."""
-        return False
-
     def install(self, extension: Extension) -> None:
         """Add an extension; its handlers replace others for the same messages."""
         self._extensions[type(extension)] = extension

@@ -84,7 +84,7 @@ class SourcePull(Extension):
         if session.answered(message.request):
             attempt.loan, attempt.fetched, attempt.served = None, True, True
             session.move(attempt, "Pulled")
-            session.host.transfer_read(attempt, message.bytes)
+            session.host.calls.transfer_read(attempt, message.bytes)
 
     def _renew(self, message: m.Renew, now: float) -> None:
         attempt = self._session.transfers.find(message)

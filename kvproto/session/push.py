@@ -48,8 +48,6 @@ class Delivery(Extension):
     """The way of bytes into one epoch of the sink's memory; the base class of SinkPush, SinkStream and SinkPull."""
 
     _session: SinkSession
-    polled = False
-    """Whether `advance` has to be called, as copies of this side end without notice."""
     ready = True
     """Whether transfers may run, once the session is READY."""
     process: m.Process | None = None
@@ -84,7 +82,7 @@ class Delivery(Extension):
         """Called when the source has reported the memory as unmapped and PROVEN (KVP-EPO-PROOF)."""
 
     def advance(self) -> None:
-        """Send what has become due since the last frame."""
+        """Send what has become due since the last frame, as copies of this side end without notice."""
 
 
 class DoneHandler(Extension):

@@ -251,7 +251,7 @@ class Holder(Extension):
             return
         self._last = message.epoch
         self._asked = _Asked(message, session.described, overlaps)
-        session.host.map_memory(session, message, session.described)
+        session.host.calls.map_memory(session, message, session.described)
 
     def planned(self) -> None:
         early, self._early = self._early, None
@@ -327,7 +327,7 @@ class Holder(Extension):
         for epoch in self.epochs.values():
             if epoch.back is not None and not epoch.unmapping and not self._busy(epoch):
                 epoch.unmapping = True
-                self._session.host.unmap_memory(self._session, epoch.number)
+                self._session.host.calls.unmap_memory(self._session, epoch.number)
 
     def unmapped(self, number: int) -> None:
         """Answer Unregistered, as the memory that `unmap_memory` named is unmapped."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from kvproto.errors import KvprotoError
 from kvproto.session.catalogue import SourceCatalogue
 from kvproto.session.core import Extension, Session
 from kvproto.session.describing import Describing
@@ -101,22 +100,8 @@ class SourceSession(Session):
         if epoch is not None and writer is not None:
             epoch.stream = _STREAMS[writer.kind](self, writer)
 
-    def refuse_register(self, error: KvprotoError) -> None:
-        """Report that the sink's memory cannot be mapped."""
-        self.holder.refuse(error)
-
-    def unmapped(self, epoch: int) -> None:
-        """Report that the memory that `unmap_memory` named is unmapped."""
-        self.holder.unmapped(epoch)
-
     @property
     def owner(self) -> Owner:
         """The half that owns this rank's memory; only with PULL."""
         assert self.pull is not None
         return self.pull.owner
-
-    def expose(
-        self, number: int, memory: object, regions: tuple[m.Region, ...], columns: tuple[m.Columns, ...], now: float
-    ) -> None:
-        """Register this rank's memory with the sink, which reads it (feature PULL)."""
-        self.owner.register(number, memory, regions, columns, now)

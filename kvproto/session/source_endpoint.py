@@ -41,7 +41,7 @@ class SourceEndpoint(Endpoint):
     """All sessions of one source rank."""
 
     sessions: dict[int, SourceSession]
-    _calls: SourceCalls
+    calls: SourceCalls
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class SourceEndpoint(Endpoint):
         NOT_ALLOWED for a peer that may not use a connection.
         """
         super().__init__(me, geometry)
-        self._calls, self.process, self._admit = calls, process, admit or (lambda conn, peer, role: None)
+        self.calls, self.process, self._admit = calls, process, admit or (lambda conn, peer, role: None)
         self._endpoints = tuple(m.Endpoint(rank=r, address=a) for r, a in sorted(endpoints.items()))
         self._features, self._mint = features, mint
         self._closed: set[int] = set()
@@ -82,10 +82,6 @@ class SourceEndpoint(Endpoint):
         """The minor versions of forgotten sessions whose writes are proven to have ended."""
         self._bare: OrderedDict[int, None] = OrderedDict()
         """Sessions whose sink has not described itself; some may have ended since."""
-
-    def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
-        """Note that a sink rank has read what it was offered."""
-        self._calls.transfer_read(attempt, count)
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
         """Handle one frame; whatever it holds, no other session is affected (KVP-ERR-ALONE)."""
@@ -138,7 +134,7 @@ class SourceEndpoint(Endpoint):
             self._check(hello, peer, session is None)
         except RemoteError as error:
             self.send(conn, encode(m.Refused(request=hello.request, **refusal(error))))
-            self._calls.report(Refused(str(peer), error, by_us=True))
+            self.calls.report(Refused(str(peer), error, by_us=True))
             return
         if session is not None and hello.request < session.greeting:
             return  # it is late: the sink has greeted again since (KVP-SES-LATE)

@@ -118,8 +118,6 @@ class SinkStream(SinkPush):
     piece: type[m.Chunk] | type[m.Data]
     """The message that carries its bytes, or announces them."""
 
-    polled = True
-
     @property
     def streamed_by(self) -> int:
         """The transport that the source chose."""

@@ -237,7 +237,8 @@ class Tickets:
                 continue
             if state.finished and state.content is not None:
                 for attempt in state.asking():  # prefill is over: ask for the items that are not granted yet
-                    attempt.want_all(now)
+                    if attempt.session.intent is not None:
+                        attempt.session.intent.progress(attempt, None, now)
             if state.served(now):
                 continue
             if not state.finished and state.content is not None and state.error is None and not state.unwanted:
@@ -295,7 +296,7 @@ class Tickets:
             attempt.fail(error, now)
             return
         if attempt.state == TransferState.ASKED:
-            attempt.accept(state.progress)
+            session.transfers.accept(attempt, state.progress)
         state.waiting[session.session] = attempt
         self._serve(state)
 
@@ -332,8 +333,8 @@ class Tickets:
             self._used.popitem(last=False)
         for attempt in state.users.values():
             self._leave(attempt)
-            if attempt.fetched:
-                attempt.free_offered()
+            if attempt.session.pull is not None:
+                attempt.session.pull.released(attempt)
         state.users.clear()  # breaks a reference cycle, as each attempt refers to its ticket
 
     def _leave(self, attempt: SourceAttempt) -> None:

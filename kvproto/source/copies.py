@@ -41,11 +41,6 @@ class Copies:
         self._behind = False
         """Whether the last `advance` left copies to the next."""
 
-    @property
-    def busy(self) -> bool:
-        """Whether copies are under way."""
-        return bool(self.under_way)
-
     def poll_interval(self) -> float | None:
         """Seconds until `advance` should be called, for copies whose progress no descriptor announces."""
         if not (self.under_way or self._refused):

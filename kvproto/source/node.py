@@ -171,11 +171,6 @@ class SourceNode:
     def _holders(self, lent: LentSourcePool) -> list[str]:
         return self.memory.holders(lent.number) + ["copies under way"] * lent.copied
 
-    @property
-    def busy(self) -> bool:
-        """Whether copies are under way."""
-        return self._copies.busy
-
     def census(self) -> Counters:
         return self.endpoint.census()
 

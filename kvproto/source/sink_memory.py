@@ -81,7 +81,7 @@ class SinkMemory:
             own, features = None if self.asleep else self._pool.memories, session.features
             peer = map_peer(register, described, self._transports, pair, own, writes=True, features=features)
         except KvprotoError as error:
-            session.refuse_register(error.kept())
+            session.holder.refuse(error.kept())
             return
         self._mapped[session.session, register.epoch] = peer
         self._watch()
@@ -133,7 +133,7 @@ class SinkMemory:
     def _register(self, session: SourceSession, regions: tuple[Region, ...]) -> None:
         """Register this rank's memory with a sink, for it to read."""
         columns = tuple(self._pool.layout.columns.values())
-        session.expose(self._epoch, self._epoch, regions, columns, time.monotonic())
+        session.owner.register(self._epoch, self._epoch, regions, columns, time.monotonic())
 
     def sleep(self) -> None:
         """Take back at once the memory that sinks read; end the sessions of sinks that cannot return it."""
@@ -186,7 +186,7 @@ class SinkMemory:
                 peer.close()
             self.unmapping.discard(key)
             if (session := self._endpoint.sessions.get(key[0])) is not None:
-                session.unmapped(key[1])
+                session.holder.unmapped(key[1])
         ended.intersection_update(number for number, _ in self._mapped)
 
     def close(self) -> None:

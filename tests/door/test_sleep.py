@@ -323,7 +323,7 @@ def test_memory_is_not_free_while_a_copy_is_held_up(tmp_path: Path, who: str) ->
         made = kvproto.new_ticket("prefill")
         pair.source.request(made, PROMPT).finish({"kv": HERE})
         fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
-        pair.until(lambda: pair.source._node.busy)
+        pair.until(lambda: pair.source._node._copies.under_way)
         calls = {"sink": pair.sink.sleep, "source": pair.source.sleep, "move": lambda: pair.sink.move(another())}
         end = calls[who]()
         pair.turn(60)

@@ -274,7 +274,7 @@ class Nodes:
     def idle(self) -> bool:
         """Whether no transfer is under way at a sink, and no copy at a source."""
         links = [link for sink in self.sinks for link in sink._links.values()]
-        return all(link.idle for link in links) and not any(node.busy for node in self.sources)
+        return all(link.idle for link in links) and not any(node._copies.under_way for node in self.sources)
 
     def close(self) -> None:
         for node in (*self.sinks, *self.sources):

@@ -304,7 +304,7 @@ def test_a_connection_that_breaks_loses_nothing(fleet: Fleet, monkeypatch: pytes
     conn = before.conn
     fleet.sink._dialer.drop(fleet.sink._links[P0])
     source.finish(bytes(made.key), nodes.finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
-    fleet.until(lambda: not source.busy)
+    fleet.until(lambda: not source._copies.under_way)
     nodes.ahead(monkeypatch, 6, *nodes.SINK)  # it pings, and hears that nobody knows it
     fleet.turn()
     nodes.ahead(monkeypatch, 6)

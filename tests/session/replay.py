@@ -395,7 +395,7 @@ class Opening(Replay):
 
     def refuse(self, at: str) -> None:
         if at == "0":
-            self.source.sessions[self.registered("s0")].refuse_register(FAULT)
+            self.source.sessions[self.registered("s0")].holder.refuse(FAULT)
         else:
             self.sink.refuse_register(self.asked(), FAULT, self.clocks[TO_SINK])
 
