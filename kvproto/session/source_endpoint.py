@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Protocol
 
+from kvproto.copying.streams import Piece
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Refused
 from kvproto.planning.geometry import Geometry
@@ -16,7 +17,6 @@ from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS
 from kvproto.session.negotiation import LIMITS, Terms, negotiate
 from kvproto.session.records import Answer, SourceAttempt
 from kvproto.session.source import SourceSession
-from kvproto.session.stream import StreamPiece
 from kvproto.session.table import SessionState
 from kvproto.session.tickets import TicketCalls, Tickets
 from kvproto.session.transfers import changed
@@ -272,7 +272,7 @@ class SourceEndpoint(Endpoint):
         if session.open and not attempt.whole and session.intent is not None and Feature.SPANS in session.features:
             session.intent.progress(attempt, tokens, now)
 
-    def stream(self, attempt: SourceAttempt, piece: StreamPiece, begins: tuple[m.Begin, ...] = ()) -> None:
+    def stream(self, attempt: SourceAttempt, piece: Piece, begins: tuple[m.Begin, ...] = ()) -> None:
         """Send the next piece of the stream of a transfer; `begins` states where its late windows begin."""
         if attempt.epoch is not None:
             attempt.epoch.stream.send(attempt, piece, begins)

@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
+from kvproto.copying.streams import Piece
 from kvproto.errors import KvprotoError
 from kvproto.rank.handles import LentPool
 from kvproto.source.progress import CopyStep
 from kvproto.source.schedule import Send
-from kvproto.transport.base import Copying, Memory, Move, Piece
+from kvproto.transport.base import Copying, Memory, Move
 from kvproto.wire.enums import ErrorCode, Proof
 
 _RETRY = 1e-3

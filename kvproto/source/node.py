@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 
+from kvproto.copying.streams import Piece
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Event, Expired, Freed, Over, Sent, Undelivered
 from kvproto.net import RECEIVE_TIME, Listener
@@ -26,7 +27,7 @@ from kvproto.source.request import Request
 from kvproto.source.schedule import LastPart, Scheduler, Send
 from kvproto.source.sink_memory import SinkMemory
 from kvproto.transport import default
-from kvproto.transport.base import Piece, Transport, bells
+from kvproto.transport.base import Transport, bells
 from kvproto.transport.process import this_process
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Register
