@@ -73,7 +73,7 @@ class Handle(Generic[Result]):
             if not self.done:
                 self._callbacks.append(call)
                 return
-        self._rank.call_back(lambda: call(self), wake=True)
+        self._rank._driver.later(lambda: call(self), wake=True)
 
     def _post(self, work: Callable[[], None], *, wait: bool = True) -> None:
         """Run `work` on the node unless the request has ended; with `wait` in this thread, if the node is free."""
@@ -100,7 +100,7 @@ class Handle(Generic[Result]):
             self._ended.set()
             calls, self._callbacks = self._callbacks, []
         for call in calls:
-            self._rank.call_back(lambda call=call: call(self))  # type: ignore[misc]
+            self._rank._driver.later(lambda call=call: call(self))  # type: ignore[misc]
 
 
 class TicketHandle(Handle[Result]):

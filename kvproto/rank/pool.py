@@ -232,9 +232,6 @@ class Pool:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "pool", "a pool without a Source", sources[0], advice)
         self._users.append(user)
 
-    def _unuse(self, user: str) -> None:
-        self._users.remove(user)
-
 
 def columns_without_gaps(
     geometry: Geometry, rank: int, items: Mapping[int, int], heads_first: bool = False

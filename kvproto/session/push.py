@@ -52,13 +52,10 @@ class Delivery(Extension):
     """Whether transfers may run, once the session is READY."""
     process: m.Process | None = None
     """The process that writes, if its end is proof that none of its writes can arrive any more (KVP-REG-DEATH)."""
+    streamed_by: int | None = None
+    """The transport by which the source packs bytes, unless it writes the pages itself."""
     provable = False
     """Whether the source can prove that no write can arrive any more; False if this side's own copies write."""
-
-    @property
-    def streamed_by(self) -> int | None:
-        """The transport by which the source packs bytes, unless it writes the pages itself."""
-        return None
 
     def begin(self, attempt: SinkAttempt, unpacker: Unpacker | None) -> None:
         """Called before the Transfer of an attempt is sent."""
@@ -117,14 +114,11 @@ class SinkPush(Delivery):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self.transport = 0
-        """The transport that the source chose."""
         self.dead = self._unmapped = False
         """Whether the writer's process has ended, or has given the memory back."""
 
     def registered(self, message: m.Registered, proving: Collection[int]) -> None:
         """Note how the source has mapped this side's memory; with a transport in `proving`, its death is proof."""
-        self.transport = int(message.transport)
         self.process = message.process if message.transport in proving else None
 
     def begin_at(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:

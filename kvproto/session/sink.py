@@ -236,6 +236,7 @@ class SinkSession(Session):
             if stream.feature not in self.features:
                 mine, yours = stream.feature.name, "packed bytes without it"
                 raise RemoteError(ErrorCode.FEATURE_MISSING, "transport", mine, yours, f"negotiate {mine}")
+            stream.streamed_by = int(message.transport)
         delivery.registered(message, self._proving)
         return delivery
 

@@ -40,7 +40,8 @@ class Credits(Extension):
 
     def _credit(self, message: m.Credit, now: float) -> None:
         self._session.step("Credit")
-        epoch = self._session.part(Holder).credited(message)
+        holder = self._session.part(Holder)
+        epoch = holder.epochs.get(message.epoch or holder.first)
         if epoch is None:
             return  # it was returned in the meantime
         if epoch.stream is None or message.kind != epoch.stream.kind:
@@ -102,11 +103,6 @@ class SinkStream(SinkPush):
     """The feature without which the source may not choose it."""
     piece: type[m.Chunk] | type[m.Data]
     """The message that carries its bytes, or announces them."""
-
-    @property
-    def streamed_by(self) -> int:
-        """The transport that the source chose."""
-        return self.transport
 
     def __init__(self, session: Session, epoch: int, reader: Receiver) -> None:
         super().__init__(session)

@@ -160,7 +160,7 @@ class Fetch(TicketHandle[Arrived]):
         self.wanted, self._useful = (tokens,), self.end if tokens is None else tokens
         event = PagesWanted(self, self._useful, self.lengths(self._useful))
         if self._on_wanted is not None:
-            self._rank.call_back(lambda: self._ask(event))
+            self._rank._driver.later(lambda: self._ask(event))
         return event
 
     def arrive(self, event: Arrived) -> Arrived:

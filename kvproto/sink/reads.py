@@ -46,8 +46,8 @@ class Puller:
         self._endpoint, self._transports = endpoint, transports
         self._peers: dict[tuple[SinkSession, int], PeerMapping] = {}
         """The mapped memory of sources, by session and epoch."""
-        self._unmapping: set[tuple[SinkSession, int]] = set()
-        """Mappings that sources have asked to take back."""
+        self.unmapping: set[tuple[SinkSession, int]] = set()
+        """Mappings that sources have asked to take back, until nothing reads them."""
         self._pulls: list[_Pull] = []
 
     @property
@@ -78,10 +78,6 @@ class Puller:
         self._peers[session, register.epoch] = peer
         self._endpoint.accept_register(session, peer.transport.capabilities.code, time.monotonic())
 
-    def unmap(self, session: SinkSession, epoch: int) -> None:
-        """Unmap an epoch of a source once nothing reads it."""
-        self._unmapping.add((session, epoch))
-
     def offered(self, attempt: SinkAttempt, sinks: dict[int, Window], into: Pool, routes: tuple[Route, ...]) -> None:
         """Read an offer as soon as possible, by these routes; `sinks` are this side's windows by group id."""
         assert attempt.lease is not None
@@ -89,17 +85,17 @@ class Puller:
 
     def advance(self) -> bool:
         """Start, stop and finish copies; whether any has ended, so that the endpoint may have events."""
-        if not (self._pulls or self._peers or self._unmapping):
+        if not (self._pulls or self._peers or self.unmapping):
             return False
         before = len(self._pulls)
         self._pulls = [p for p in self._pulls if not (self._begin(p) if p.copying is None else self._finish(p))]
         used = {(p.attempt.session, p.offer.epoch) for p in self._pulls if p.copying is not None}
         over = {key for key in self._peers if not key[0].open}
-        for key in (over | self._unmapping) - used:
+        for key in (over | self.unmapping) - used:
             if (peer := self._peers.pop(key, None)) is not None:
                 peer.close()
-            if key in self._unmapping:
-                self._unmapping.discard(key)
+            if key in self.unmapping:
+                self.unmapping.discard(key)
                 self._endpoint.unmapped(*key, time.monotonic())
         return len(self._pulls) < before
 

@@ -10,7 +10,7 @@ from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, re
 from kvproto.options import Options
 from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import EngineRank, check_request, ends_of, options_of, party_of, transports_of
-from kvproto.rank.handles import Handle, LentPool, Withdrawal
+from kvproto.rank.handles import Handle, Withdrawal
 from kvproto.rank.page_tables import PageTables, grants_of
 from kvproto.rank.pool import Pool
 from kvproto.sink.fetch import Fetch
@@ -20,6 +20,8 @@ from kvproto.wire.enums import ErrorCode
 
 class Sink(EngineRank):
     """One rank of an engine that fetches prompts from any number of Sources into one pool."""
+
+    _node: SinkNode
 
     def __init__(
         self,
@@ -184,9 +186,6 @@ class Sink(EngineRank):
             epoch = self._epoch
         self._post_withdrawal(withdrawal, lambda: self._node.move(pool, epoch))
         return withdrawal
-
-    def _sleep(self, error: KvprotoError) -> LentPool:
-        return self._node.sleep(error)
 
     def _wake(self, pool: Pool, epoch: int) -> None:
         self._node.move(pool, epoch)

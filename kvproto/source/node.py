@@ -24,7 +24,7 @@ from kvproto.source.page_guard import GuardedPages, PageGuard
 from kvproto.source.prefill import Computed, Finished, offered
 from kvproto.source.progress import CopyStep
 from kvproto.source.request import Request
-from kvproto.source.schedule import LastPart, Scheduler, Send
+from kvproto.source.schedule import OVER, LastPart, Scheduler, Send
 from kvproto.source.sink_memory import SinkMemory
 from kvproto.transport import default
 from kvproto.transport.base import Transport, bells
@@ -33,7 +33,6 @@ from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Register
 
 _log = logging.getLogger("kvproto")
-_OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
 _AWAY = RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "", "use another engine")
 
 
@@ -187,7 +186,7 @@ class SourceNode:
 
     def unmap_memory(self, session: SourceSession, epoch: int) -> None:
         """Unmap an epoch of a sink's memory as soon as no copy uses it."""
-        self.memory.ask_unmap(session, epoch)
+        self.memory.unmapping.add((session.session, epoch))
 
     def request_changed(self, request: Request) -> None:
         """Examine a request in this turn."""
@@ -412,7 +411,7 @@ class SourceNode:
         now, attempt.send = time.monotonic(), None
         error = send.failure or send.unwanted()
         if error or not (finished and program and last and send.sums):
-            self.endpoint.failed(attempt, error or _OVER, now, send.proof)
+            self.endpoint.failed(attempt, error or OVER, now, send.proof)
             return
         answer = Answer(finished.outcome, last.handoff, send.sums.for_message(), send.begins)
         if send.peer.reads:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NO_ROWS = CopyProgram((), Operations(np.empty(0, OP)), (), ())
 """The empty program: its copy waits for rows but moves none."""
 
-_OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
+OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
 _LATE = RemoteError(ErrorCode.DEADLINE, "ticket", "not fetched in time", "", "make a new ticket")
 
 
@@ -102,7 +102,7 @@ class Send:
         """The reason why its bytes are not wanted any more; None if they are."""
         attempt = self.attempt
         if attempt.state != TransferState.ACCEPTED or not attempt.session.open:
-            return _OVER
+            return OVER
         return None if self.request.over is None else _LATE
 
     def take_grants(self) -> bool:

@@ -36,7 +36,7 @@ class SinkMemory:
         self._endpoint, self._pool, self._transports, self._defer = endpoint, pool, tuple(transports), defer
         self._mapped: dict[tuple[int, int], PeerMapping] = {}
         self.unmapping: set[tuple[int, int]] = set()
-        """Mappings that sinks have asked to take back."""
+        """Mappings that sinks have asked to take back, until no copy uses them."""
         self._epoch = 1
         """The epoch of this rank's own memory, which sinks read."""
         self.asleep = False
@@ -172,10 +172,6 @@ class SinkMemory:
             if held and (session.open or any(attempt.lent(now) for attempt in session.attempts.values())):
                 names.append(session.name)
         return names
-
-    def ask_unmap(self, session: SourceSession, epoch: int) -> None:
-        """Unmap an epoch of a sink once no copy uses it."""
-        self.unmapping.add((session.session, epoch))
 
     def unmap(self, used: Iterable[PeerMapping]) -> None:
         """Unmap epochs that sinks have taken back and the memory of ended sessions, unless `used` by copies."""

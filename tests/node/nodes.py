@@ -120,7 +120,7 @@ class Caller:
     def post(self, work: Callable[[], None], failed: Callable[[Exception], object]) -> None:
         work()
 
-    def call_back(self, call: Callable[[], object]) -> None:
+    def later(self, call: Callable[[], object], wake: bool = False) -> None:
         call()
 
 
