@@ -10,7 +10,6 @@ import numpy as np
 
 from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
-from kvproto.copying.lowering import lower
 from kvproto.copying.program import Window
 from kvproto.net import Listener, private_address
 from kvproto.planning.geometry import Geometry
@@ -19,7 +18,7 @@ from kvproto.rank.base import party_of
 from tests.node.nodes import PREFILL, DrivenSource, Nodes, finished, sink_node
 from tests.node.test_node import CONTENT
 from tests.plan.worlds import caches, side
-from tests.pools import allocate, contents
+from tests.pools import allocate, contents, lower
 from tests.session.driver import ticket
 
 FEW, ROOM = 8, 40
