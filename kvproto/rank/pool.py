@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.columns import overlapping
+from kvproto.copying.columns import Place, columns_at, overlapping
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError, check_type, type_name
 from kvproto.planning.geometry import Geometry, Group, column_names, validate
@@ -245,31 +245,15 @@ def columns_without_gaps(
         group = groups[share.group]
         if not KINDS[group.kind].has_memory:
             continue
-        rows: list[tuple[int, int, int, int]] = []
+        rows: list[Place] = []
         for _ in share.layers:
             for number, part in enumerate(group.parts):
                 row = part.lane_bytes * sum(span.hi - span.lo for span in share.lanes if span.part == number)
                 strides = (part.lane_bytes, part.lane_bytes * group.rows) if heads_first else (row, part.lane_bytes)
-                rows.append((length, row * group.rows, *strides))
+                rows.append((0, length, row * group.rows, *strides))
                 length += -(-row * group.rows * items[group.id] // _ALIGN) * _ALIGN
-        columns[group.id] = _columns(group, items[group.id], np.zeros(len(rows), np.uint32), rows)
+        columns[group.id] = columns_at(group.id, items[group.id], rows)
     return columns, length
-
-
-def _columns(
-    group: Group, items: int, regions: npt.NDArray[np.uint32], rows: Sequence[tuple[int, int, int, int]]
-) -> Columns:
-    """The columns of a group; `rows` are the offset and the strides of items, rows and lanes of each."""
-    offset, item, row, lane = np.array(rows, np.uint64).reshape(-1, 4).T.copy()
-    return Columns(
-        group=group.id,
-        items=items,
-        region=regions,
-        offset=offset,
-        item_stride=item,
-        row_stride=row,
-        lane_stride=lane,
-    )
 
 
 def _joined(
@@ -278,14 +262,13 @@ def _joined(
     """The columns of a group's tensors; `region_of` maps the id of a view to its region and the region's address."""
     regions = [region_of[id(column.view)] for column in columns]
     rows = [
-        (column.address - base, column.item_stride, column.row_stride, column.lane_stride)
-        for column, (_, base) in zip(columns, regions, strict=True)
+        (region, column.address - base, column.item_stride, column.row_stride, column.lane_stride)
+        for column, (region, base) in zip(columns, regions, strict=True)
     ]
-    places = {(region, row[0]) for (region, _), row in zip(regions, rows, strict=True)}
-    if len(places) < len(rows) and not shared:
+    if len({row[:2] for row in rows}) < len(rows) and not shared:
         mine = "a place of its own for each layer and part; `shared` for layers that share a cache"
         raise _bad(f'tensors["{group.name}"]', mine, "two at one address")
-    return _columns(group, items, np.array([region for region, _ in regions], np.uint32), rows)
+    return columns_at(group.id, items, rows)
 
 
 def _check_overlaps(geometry: Geometry, rank: int, registered: Columns, columns: Sequence[Column]) -> None:
