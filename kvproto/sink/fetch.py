@@ -237,7 +237,7 @@ class Fetch(TicketHandle[Arrived]):
             if group.name not in groups or not need:
                 grants[group.id] = attrs.evolve(grant, items=_NO_ITEMS)
                 continue
-            table = table_of(layout, pages, group.name, skip, skip + need, f"{grant.first + grant.count} tokens")
+            table = table_of(layout, pages, group, skip, skip + need, f"{grant.first + grant.count} tokens")
             items = table[skip : skip + need]
             check_distinct(group, items, skip)
             known = before.items if before is not None and before.items is not None else _NO_ITEMS
