@@ -230,7 +230,7 @@ def _samples(path: BenchPath, lengths: Sequence[int], budget: float) -> Iterator
     until = time.perf_counter() + budget
     yield _sample(path, lengths[0], 1, budget / (len(lengths) + 1))
     for i, run in enumerate(lengths):
-        most = path.most_runs(run)
+        most = min(path.pool // run, path.most)
         share = (until - time.perf_counter()) / (len(lengths) - i)
         if most and (share > 0 or i < 2):
             yield _sample(path, run, _affordable(path, run, most, share / _ROUNDS[0]), share)

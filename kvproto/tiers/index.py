@@ -61,17 +61,13 @@ class Slots:
         self._free = array("i", range(count - 1, -1, -1))
         self._older = array("i", [-1]) * (count + 1)
         self._newer = array("i", [-1]) * (count + 1)
-        self._queued = 0
+        self.idle = 0
+        """The number of READABLE slots without pins."""
         self._older[count] = self._newer[count] = count  # the queue is a ring through this place, which is no slot
 
     @property
     def free(self) -> int:
         return len(self._free)
-
-    @property
-    def idle(self) -> int:
-        """The number of READABLE slots without pins."""
-        return self._queued
 
     def counts(self) -> dict[SlotState, int]:
         return {state: self._state.count(state) for state in SlotState}
@@ -140,13 +136,13 @@ class Slots:
         return None if slot == self.count else slot
 
     def _enqueue(self, slot: int) -> None:
-        end, self._queued = self.count, self._queued + 1
+        end, self.idle = self.count, self.idle + 1
         last = self._older[end]
         self._older[slot], self._newer[slot] = last, end
         self._newer[last] = self._older[end] = slot
 
     def _dequeue(self, slot: int) -> None:
-        self._queued -= 1
+        self.idle -= 1
         older, newer = self._older[slot], self._newer[slot]
         self._newer[older], self._older[newer] = newer, older
 

@@ -140,10 +140,6 @@ class BenchPath:
     prepare: Prepare
     """Prepare a program between the pools; returns a function that copies it each time."""
 
-    def most_runs(self, run: int) -> int:
-        """The greatest number of runs of `run` bytes in a program; 0 if none fits."""
-        return min(self.pool // run, self.most)
-
     def runner(self, run: int, runs: int) -> RunOnce:
         return self.prepare(program(run, runs, self.pool))
 

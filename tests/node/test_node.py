@@ -12,7 +12,7 @@ import pytest
 import kvproto.source.node
 from kvproto.events import Over
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.options import PART_BYTES
+from kvproto.options import Options
 from kvproto.planning.geometry import Geometry
 from kvproto.rank.base import party_of
 from kvproto.source.node import SourceNode
@@ -49,7 +49,7 @@ class Pair(Nodes):
     def __init__(
         self, folder: Path, source: Geometry, sink: Geometry, verify: bool = True, trust: bool = False,
         give: Callable[[], Sequence[Transport]] = list, take: Callable[[], Sequence[Transport]] = list,
-        part_bytes: int = PART_BYTES, pull: bool = False, pull_source: bool = False, pull_sink: bool = False,
+        part_bytes: int = Options().part_bytes, pull: bool = False, pull_source: bool = False, pull_sink: bool = False,
         lease: float = 10.0, first_part_ratio: float | None = None,
     ) -> None:  # fmt: skip
         """`trust`: the sinks alone do not verify."""
