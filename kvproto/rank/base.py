@@ -53,10 +53,8 @@ def options_of(options: Any) -> Options:
 
 def check_request(ticket: Any, prompt: Any, call: Any, geometry: Geometry) -> None:
     """Raise LocalError(OUT_OF_RANGE) unless all have the right types and the prompt states the geometry's axes."""
-    if not isinstance(ticket, Ticket):
-        raise wrong_type("ticket", ticket, "a kvproto.Ticket", "read_ticket makes one of its JSON form")
-    if not isinstance(prompt, Prompt):
-        raise wrong_type("prompt", prompt, "a kvproto.Prompt", "pass Prompt(token_ids)")
+    check_type("ticket", ticket, Ticket, "a kvproto.Ticket", "read_ticket makes one of its JSON form")
+    check_type("prompt", prompt, Prompt, "a kvproto.Prompt", "pass Prompt(token_ids)")
     if call is not None and not callable(call):
         raise wrong_type("callback", call, "something to call with the handle")
     for group in geometry.groups:
@@ -179,8 +177,7 @@ class EngineRank:
         For a loop of your own: never call it from two threads at once. Raises LocalError(UNEXPECTED_MESSAGE) without
         Options(thread=False), after `close` and in a forked process.
         """
-        if not isinstance(timeout, int | float):
-            raise wrong_type("timeout", timeout, "seconds")
+        check_type("timeout", timeout, (int, float), "seconds")
         self._driver.step(timeout)
         return self.events()
 

@@ -60,14 +60,13 @@ class PeerMapping:
     """The Descriptions and the plan of its transfers."""
     transport: Transport
     pair: Pair
-    connection: Connection = attrs.field(factory=Connection, on_setattr=attrs.setters.frozen)
+    connection: Connection = attrs.field(factory=Connection)
     reads: bool = False
     """Whether the peer reads our memory, so that nothing of its own is mapped."""
-    packed: bool = attrs.field(init=False)
-    """Whether bytes are packed, because the peer's pages cannot be written directly."""
 
-    @packed.default
-    def _packs(self) -> bool:
+    @property
+    def packed(self) -> bool:
+        """Whether bytes are packed, because the peer's pages cannot be written directly."""
         return self.connection.link is not None
 
     @property
@@ -79,10 +78,6 @@ class PeerMapping:
         """Let the transport prepare for copies from this side's memory if `writes`, otherwise into it."""
         sides: tuple[Mapping[int, Memory | Mapped], Mapping[int, Memory | Mapped]] = own, self.connection.mapped
         self.transport.prepare(Move(self.pair.nothing, *(sides if writes else sides[::-1])))
-
-    def close(self) -> None:
-        """Unmap the memory; no copy that uses it may be under way."""
-        self.connection.close()
 
 
 def map_peer(
@@ -116,7 +111,7 @@ def map_peer(
         except KvprotoError as failure:
             error = failure.kept()
             if mapping is not None:
-                mapping.close()
+                mapping.connection.close()
             continue
         return mapping
     raise error

@@ -340,8 +340,7 @@ class Holder(Extension):
 
 def _check(message: m.Register, access: Access, described: Described) -> Overlaps:
     """Check a Register (KVP-REG-*); returns which of its columns overlap. Raises RemoteError."""
-    digests = described.of_source.digest, described.of_sink.digest
-    for field, ours, theirs in zip(("source", "sink"), digests, (message.source, message.sink), strict=True):
+    for field, ours, theirs in zip(("source", "sink"), described.digests, (message.source, message.sink), strict=True):
         if ours != theirs:
             raise RemoteError(ErrorCode.DESCRIPTION_MISMATCH, field, ours.hex(), bytes(theirs).hex(), "describe again")
     if message.access != access:

@@ -181,10 +181,6 @@ class Tickets:
             attempt.fail(error, now)
         self.touched[state] = None
 
-    def unasked(self) -> list[Any]:
-        """Requests that the engine has accepted but no sink has asked for."""
-        return [state.request for state in self._states.values() if state.content is not None and not state.users]
-
     # transfers
 
     def is_asked(self, key: bytes) -> bool:

@@ -93,7 +93,7 @@ class Puller:
         over = {key for key in self._peers if not key[0].open}
         for key in (over | self.unmapping) - used:
             if (peer := self._peers.pop(key, None)) is not None:
-                peer.close()
+                peer.connection.close()
             if key in self.unmapping:
                 self.unmapping.discard(key)
                 self._endpoint.unmapped(*key, time.monotonic())
@@ -152,5 +152,5 @@ class Puller:
                 pass
         self._pulls.clear()
         for peer in self._peers.values():
-            peer.close()
+            peer.connection.close()
         self._peers.clear()

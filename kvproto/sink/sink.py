@@ -223,8 +223,7 @@ class Sink(EngineRank):
 
 def _check_claim(pages: Any, claim: Any, spans: Any) -> None:
     """Raise LocalError(OUT_OF_RANGE) for wrong types, and for `claim` or `spans` together with `pages`."""
-    if not isinstance(spans, bool):
-        raise wrong_type("spans", spans, "True or False")
+    check_type("spans", spans, bool, "True or False")
     if claim is not None and not callable(claim):
         raise wrong_type("claim", claim, "something to call with PagesWanted")
     if pages is not None and (claim is not None or spans):

@@ -11,7 +11,7 @@ from kvproto.net import RECEIVE_TIME, Listener
 from kvproto.options import Options
 from kvproto.planning.axes import NO_AXES
 from kvproto.rank.background import Background
-from kvproto.rank.checksums import BEGUN, SUM_TIME, Checksums, bytes_by_name, session_id
+from kvproto.rank.checksums import BEGUN, SUM_TIME, Checksums, session_id
 from kvproto.rank.handles import free_pools
 from kvproto.rank.pool import Pool
 from kvproto.rank.registration import features_of
@@ -143,8 +143,9 @@ class SourceNode:
     def drain(self) -> None:
         """Finish what sinks have asked for and refuse all other requests (KVP-SES-DRAINING)."""
         self.endpoint.drain()
-        for request in self.tickets.unasked():
-            self.refuse(request, _AWAY)
+        for state in list(self.tickets):
+            if state.content is not None and not state.users:
+                self.refuse(state.request, _AWAY)
 
     # pools
 
@@ -288,7 +289,9 @@ class SourceNode:
                 if request.changed_for:
                     request.over = Undelivered(request, getattr(request.over, "routed", ()), request.changed_for)
                 self._changed.pop(request, None)
-                self._events.append(request.conclude())
+                request.over = request.over or Freed(request, ())
+                request._end(request.over)
+                self._events.append(request.over)
 
     def _flush(self) -> None:
         endpoint = self.endpoint
@@ -427,7 +430,8 @@ class SourceNode:
     def _report_sent(self, send: Send, seconds: float, left: int) -> None:
         attempt, program = send.attempt, send.program
         assert program is not None
-        moved, peer = bytes_by_name(send.peer, program), attempt.session.name
+        groups, peer = send.peer.pair.sink.groups, attempt.session.name
+        moved = {groups[group].name: count for group, count in program.bytes_by_group().items()}
         sink, epoch = send.peer.pair.sink.rank, attempt.asked.epoch
         self._events.append(Sent(send.request, sink, moved, seconds, left, peer, epoch))
 

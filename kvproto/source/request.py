@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from kvproto.errors import KvprotoError, LocalError, bad, check_type, check_whole
-from kvproto.events import Freed, Over
+from kvproto.events import Over
 from kvproto.planning.axes import NO_AXES
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import KINDS
@@ -135,8 +135,7 @@ class Request(TicketHandle[Over]):
         stated = self._tables.check(pages, end, self.prompt.axes, since)
         rules = self.pool.page_rules
         data = _handoff(rules, handoff) if rules.handoffs or handoff is not None else {}
-        if finished is not True and finished is not False:
-            check_type("finished", finished, bool, "True or False")
+        check_type("finished", finished, bool, "True or False")
         _check_after(after, self.pool)
         outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
         self._check_open("finish")
@@ -170,12 +169,6 @@ class Request(TicketHandle[Over]):
     def lent(self, now: float) -> bool:
         """Whether a sink may still read items that it was offered."""
         return self.state is not None and any(attempt.lent(now) for attempt in self.state.users.values())
-
-    def conclude(self) -> Over:
-        """End the request, as nothing reads its items any more; returns its event."""
-        self.over = self.over or Freed(self, ())
-        self._end(self.over)
-        return self.over
 
     def _check_open(self, call: str) -> None:
         if self._finished and not self.done:

@@ -179,7 +179,7 @@ class SinkMemory:
         orphaned = {key for key in self._mapped if key[0] in ended} if ended else set()
         for key in (orphaned | self.unmapping).difference(peer.key for peer in used):
             if (peer := self._mapped.pop(key, None)) is not None:
-                peer.close()
+                peer.connection.close()
             self.unmapping.discard(key)
             if (session := self._endpoint.sessions.get(key[0])) is not None:
                 session.holder.unmapped(key[1])
@@ -188,4 +188,4 @@ class SinkMemory:
     def close(self) -> None:
         """Unmap everything; no copy may be under way."""
         for peer in self._mapped.values():
-            peer.close()
+            peer.connection.close()

@@ -62,9 +62,8 @@ class CostedWay:
     name: str
     """Its name in reports."""
     kind: CostKind
-    reference: Constants | None = None
-    """Measured between two H200; None if only `kvproto probe` can tell."""
-    doc: str = ""
+    constants: Constants | None = None
+    """At first those measured between two H200; None if only `kvproto probe` can tell."""
 
 
 @attrs.frozen

@@ -54,7 +54,7 @@ class Dispatched:
         return np.array_equal(there[THERE[:2]], here[HERE[:2]])
 
     def close(self) -> None:
-        self.peer.close()
+        self.peer.connection.close()
         self.stage.source.close()
         self.stage.sink.close()
 

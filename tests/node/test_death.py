@@ -172,7 +172,7 @@ def test_a_sink_that_is_killed_keeps_no_pages(world: World) -> None:
     prefill = nodes.Nodes([source], [])
     source.expect(made, CONTENT, TOKENS)
     process, _ = nodes.begin(world.stack, asking, address, made)
-    prefill.until(lambda: source.by_key[key] not in source.tickets.unasked())
+    prefill.until(lambda: source.tickets.is_asked(key))
     process.kill()
     prefill.ends(Unwanted, 1)
     source.finish(key, nodes.finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))

@@ -69,7 +69,7 @@ class Named(ShmTransport):
 def reach(stage: Stage, asked: tuple[Register, Described], *transports: Transport) -> Transport:
     made = map_peer(*asked, transports, stage.pair, stage.source.memories, writes=True)
     assert sorted(made.connection.mapped) == [0]
-    made.close()
+    made.connection.close()
     assert not made.connection.mapped
     return made.transport
 

@@ -57,7 +57,7 @@ class _CudaProvider(Provider):
 
     floors = (Floor("cuda", ("pull", "push", "engine"), True, 10e9, _SLOW),)
     costs = (
-        CostedWay("pull", "kernel", "copy", Constants(370e9, 1.0e-11, 15e-6), "one gather-scatter kernel, pull"),
+        CostedWay("pull", "kernel", "copy", Constants(370e9, 1.0e-11, 15e-6)),  # gathers and scatters
         CostedWay("push", "kernel, push", "copy"),
     )
 
