@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvproto.copying.program import Runs
 from kvproto.errors import KvprotoError, LocalError, WireError, bad
-from kvproto.transport import find, names
+from kvproto.transport import bench, find, names
 from kvproto.transport.bench import LAYERS, Absent, BenchPath, Constants, CostedWay, CostKind, Floor, Measured, Sample
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.plain import read_json
@@ -239,7 +239,7 @@ def _samples(path: BenchPath, lengths: Sequence[int], budget: float) -> Iterator
 def _affordable(path: BenchPath, run: int, most: int, seconds: float) -> int:
     """The number of runs that take at most `seconds`, judged by a smaller program."""
     few = max(most // 16, 1)
-    copy = path.runner(run, few)
+    copy = path.prepare(bench.program(run, few, path.pool))
     copy()  # the first run touches memory, connects and compiles
     runs = max(min(most, int(few * seconds / max(copy(), 1e-9))), 1)
     return runs - runs % LAYERS if runs > LAYERS else runs
@@ -247,7 +247,7 @@ def _affordable(path: BenchPath, run: int, most: int, seconds: float) -> int:
 
 def _sample(path: BenchPath, run: int, runs: int, seconds: float) -> Sample:
     until = time.perf_counter() + seconds
-    copy = path.runner(run, runs)
+    copy = path.prepare(bench.program(run, runs, path.pool))
     copy()
     times = [copy()]
     while len(times) < _ROUNDS[1] and time.perf_counter() < until:

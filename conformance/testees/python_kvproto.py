@@ -63,8 +63,8 @@ def streamed(question: Json) -> Json:
 
 def negotiated(question: Json) -> Json:
     """What Welcome chooses."""
-    chosen = negotiate(*(terms(**question[side]) for side in ("sink", "source")))
-    return {"version": f"{chosen.major}.{chosen.minor}", "features": [str(feature) for feature in chosen.features]}
+    version, features = negotiate(*(terms(**question[side]) for side in ("sink", "source")))
+    return {"version": f"{version.major}.{version.minor}", "features": [str(feature) for feature in features]}
 
 
 def terms(versions: list[str], offered: list[str], needed: list[str]) -> Terms:

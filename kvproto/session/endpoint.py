@@ -89,12 +89,8 @@ class Endpoint:
         frames, self.out = self.out, []
         return frames
 
-    def next_deadline(self) -> float | None:
-        """The time at which `on_time` is next due; None if only a frame or a call can change anything."""
-        return self.timers.next()
-
     def on_time(self, now: float) -> None:
-        """Resend, give up and expire everything that is due."""
+        """Resend, give up and expire everything that is due; `timers.next` says when it is to be called."""
         self.timers.run(now)
         self._after(now)
 

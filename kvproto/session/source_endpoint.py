@@ -69,7 +69,7 @@ class SourceEndpoint(Endpoint):
         self.catalogue: Catalogue | None = None
         """The pages to announce to sinks that watch, if any."""
         self.draining = False
-        """Whether new sessions and transfers are refused."""
+        """Whether new sessions and transfers are refused; those under way go on (KVP-SES-DRAINING)."""
         self._greetings: dict[Hashable, int] = {}
         """The last session that each connection opened."""
         self.over: set[int] = set()
@@ -155,7 +155,7 @@ class SourceEndpoint(Endpoint):
         welcome = m.Welcome(
             session=session.session,
             request=hello.request,
-            version=m.Version(major=chosen.major, minor=chosen.minor),
+            version=chosen[0],
             engine=self.me.engine,
             incarnation=self.me.incarnation,
             rank=self.me.rank,
@@ -250,10 +250,6 @@ class SourceEndpoint(Endpoint):
         for session in self.sessions.values() if kept else ():
             if session.open and session.has(SourceCatalogue):
                 session.part(SourceCatalogue).tell(kept)
-
-    def drain(self) -> None:
-        """Refuse new sessions and transfers from now on; those under way go on (KVP-SES-DRAINING)."""
-        self.draining = True
 
     def refuses(self, ticket: bytes) -> bool:
         """Whether to refuse Transfers of a ticket; once one rank of a sink has asked, the others are served as well."""

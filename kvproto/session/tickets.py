@@ -118,9 +118,6 @@ class Tickets:
         self.touched: dict[TicketState, None] = {}
         """States to examine in the next `settle`; a set that was large once would stay slow to take from."""
 
-    def __len__(self) -> int:
-        return len(self._states)
-
     def __iter__(self) -> Iterator[TicketState]:
         return iter(self._states.values())
 

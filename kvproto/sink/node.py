@@ -100,9 +100,9 @@ class SinkNode:
         self._dying: list[_Writer] = []
         """Writers that have ended, with frames that are still to be received."""
         self._filenos: tuple[object, Mapping[int, object]] = None, {}
+        """The dialer's descriptors, and all descriptors that include them."""
         self._bells: dict[int, Transport] = {}
         """Transports by the descriptors on which they announce the end of copies."""
-        """The dialer's descriptors, and all descriptors that include them."""
         self._events: list[Event] = []
         self._resends = 0
         """Messages sent again by links that are gone."""

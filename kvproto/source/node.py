@@ -142,7 +142,7 @@ class SourceNode:
 
     def drain(self) -> None:
         """Finish what sinks have asked for and refuse all other requests (KVP-SES-DRAINING)."""
-        self.endpoint.drain()
+        self.endpoint.draining = True
         for state in list(self.tickets):
             if state.content is not None and not state.users:
                 self.refuse(state.request, _AWAY)

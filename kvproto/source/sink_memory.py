@@ -45,9 +45,6 @@ class SinkMemory:
         self._ended: set[int] = set()
         """Sessions whose sink's process had ended at the last check."""
 
-    def __len__(self) -> int:
-        return len(self._mapped)
-
     def map(self, session: SourceSession, register: Register, described: Described) -> None:
         """Map a sink's memory with the first of its transports that works here, or let the sink read ours."""
         columns = {column.group: column for column in register.columns}

@@ -139,9 +139,6 @@ class BenchPath:
     prepare: Prepare
     """Prepare a program between the pools; returns a function that copies it each time."""
 
-    def runner(self, run: int, runs: int) -> RunOnce:
-        return self.prepare(program(run, runs, self.pool))
-
 
 @attrs.frozen
 class BenchJob:

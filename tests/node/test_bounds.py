@@ -72,7 +72,7 @@ def test_a_sink_that_was_killed_leaves_no_session_and_no_mapping(fleet: Fleet, m
         for seconds in (PING_SILENCE + 1, PING_SILENCE + PATIENCE + 2):
             ahead(patch, seconds, *SOURCE)
             fleet.turn(source)
-    assert (len(source.endpoint.sessions), len(source.memory), mappings()) == (0, 0, before)
+    assert (len(source.endpoint.sessions), len(source.memory._mapped), mappings()) == (0, 0, before)
     fleet.connect(P0)
     assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
 
@@ -89,7 +89,7 @@ def test_runs_that_were_superseded_are_unmapped(fleet: Fleet) -> None:
         fleet.sinks.append(later)
         fleet.until(lambda n=n: fleet.connected == n + 2)  # type: ignore[misc]
         fleet.sinks.remove(later)
-    assert (len(source.endpoint.sessions), len(source.memory), mappings()) == (1, 1, before)
+    assert (len(source.endpoint.sessions), len(source.memory._mapped), mappings()) == (1, 1, before)
 
 
 def test_a_source_that_never_ends_what_it_has_accepted(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_plan_that_takes_long_takes_no_turn(tmp_path: Path) -> None:
             sink.connect(P0, address)
         ready: list[int] = []
         with calls_of(plan, Pair.__init__) as calls:
-            while len(source.memory) < 2:  # the other ranks that they look for are this one, too
+            while len(source.memory._mapped) < 2:  # the other ranks that they look for are this one, too
                 for node in (source, *sinks):
                     nodes.turn(node, ready=ready)
                 ready = sleep([source, *sinks], 1.0)

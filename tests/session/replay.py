@@ -376,7 +376,7 @@ class Opening(Replay):
         self.world.sink("d0", driver.geometry(1, weights=self.weights))
 
     def drain(self) -> None:
-        self.source.drain()
+        self.source.draining = True
 
     def asked(self) -> SinkSession:
         """The session over which the sink was asked to map memory."""

@@ -78,7 +78,7 @@ class PackedLink:
     def restart(self) -> None:
         """Forget all credit; streams that have begun fail, as what they sent may be lost."""
         for stream in self.active:
-            stream.broken = stream.begun
+            stream.broken = stream.left < stream.bytes
 
 
 @attrs.define
@@ -108,11 +108,6 @@ class OutgoingStream:
     @property
     def stream(self) -> Self:
         return self
-
-    @property
-    def begun(self) -> bool:
-        """Whether any of its bytes was packed."""
-        return self._at > 0
 
     @property
     def left(self) -> int:
