@@ -65,7 +65,7 @@ def test_a_sink_that_was_killed_leaves_no_session_and_no_mapping(fleet: Fleet, m
     before = mappings()
     with contextlib.ExitStack() as stack:
         process, _ = begin(stack, decode, fleet.address(P0))
-        fleet.until(lambda: source.memory)
+        fleet.until(lambda: source.memory._mapped)
         assert mappings() > before
         os.kill(process.pid or 0, signal.SIGKILL)
     with monkeypatch.context() as patch:
