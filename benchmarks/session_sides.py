@@ -238,7 +238,7 @@ class Rank:
         self.work.append(lambda: session.accept_register(Transport.SHM))
 
     def unmap_memory(self, session: Any, epoch: int) -> None:
-        self.work.append(lambda: session.unmapped(epoch))
+        self.work.append(lambda: session.holder.unmapped(epoch))
 
     def transfer_due(self, attempt: Any) -> None:
         def done() -> None:
@@ -263,7 +263,7 @@ def serve_bare(pipe: Connection, place: Place) -> None:
     for fd in (pipe.fileno(), *listener.filenos()):
         epoll.register(fd, select.EPOLLIN)
     while True:
-        wait = endpoint.next_deadline()
+        wait = endpoint.timers.next()
         ready = epoll.poll(0 if listener.pending else None if wait is None else max(wait - time.monotonic(), 0))
         now = time.monotonic()
         if any(fd == pipe.fileno() for fd, _ in ready):
@@ -340,7 +340,7 @@ class Bare:
             for fd in watched - self._watched:
                 self._epoll.register(fd, select.EPOLLIN)
             self._watched = watched
-            wait = endpoint.next_deadline()
+            wait = endpoint.timers.next()
             self._epoll.poll(None if wait is None else max(wait - time.monotonic(), 0))
         now = time.monotonic()
         for key, frame in dialer.receive():

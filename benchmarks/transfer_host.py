@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 from harness import arguments, child, facts, keep
 
-from kvproto.copying.lowering import lower
+from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
@@ -45,7 +45,7 @@ def program(run: int, number: int) -> CopyProgram:
     own = RankLayout(geometry, 0, columns_without_gaps(geometry, 0, {0: items})[0])
     dice = np.random.default_rng(run)
     windows = [{0: Window(0, number * rows, dice.permutation(items)[:number])} for _ in range(2)]
-    return lower(plan(geometry, geometry).between(0, 0), own, own, *windows)
+    return Pair(plan(geometry, geometry).between(0, 0), own, own).lower(*windows)
 
 
 def sink(conn: Connection, slot_bytes: int) -> None:

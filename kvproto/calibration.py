@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvproto.copying.program import Runs
 from kvproto.errors import KvprotoError, LocalError, WireError, bad
-from kvproto.transport import find, names
+from kvproto.transport import bench, find, names
 from kvproto.transport.bench import LAYERS, Absent, BenchPath, Constants, CostedWay, CostKind, Floor, Measured, Sample
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.plain import read_json
@@ -230,7 +230,7 @@ def _samples(path: BenchPath, lengths: Sequence[int], budget: float) -> Iterator
     until = time.perf_counter() + budget
     yield _sample(path, lengths[0], 1, budget / (len(lengths) + 1))
     for i, run in enumerate(lengths):
-        most = path.most_runs(run)
+        most = min(path.pool // run, path.most)
         share = (until - time.perf_counter()) / (len(lengths) - i)
         if most and (share > 0 or i < 2):
             yield _sample(path, run, _affordable(path, run, most, share / _ROUNDS[0]), share)
@@ -239,7 +239,7 @@ def _samples(path: BenchPath, lengths: Sequence[int], budget: float) -> Iterator
 def _affordable(path: BenchPath, run: int, most: int, seconds: float) -> int:
     """The number of runs that take at most `seconds`, judged by a smaller program."""
     few = max(most // 16, 1)
-    copy = path.runner(run, few)
+    copy = path.prepare(bench.program(run, few, path.pool))
     copy()  # the first run touches memory, connects and compiles
     runs = max(min(most, int(few * seconds / max(copy(), 1e-9))), 1)
     return runs - runs % LAYERS if runs > LAYERS else runs
@@ -247,7 +247,7 @@ def _affordable(path: BenchPath, run: int, most: int, seconds: float) -> int:
 
 def _sample(path: BenchPath, run: int, runs: int, seconds: float) -> Sample:
     until = time.perf_counter() + seconds
-    copy = path.runner(run, runs)
+    copy = path.prepare(bench.program(run, runs, path.pool))
     copy()
     times = [copy()]
     while len(times) < _ROUNDS[1] and time.perf_counter() < until:
@@ -289,27 +289,18 @@ ORIGIN = "measured on a pair of H200"
 """Where `reference_costs` come from."""
 
 
-@attrs.frozen
-class Cost:
-    """The constants of one way to move bytes between two places of a host."""
-
-    name: str
-    kind: CostKind
-    constants: Constants
-
-
 @cache
 def _ways() -> dict[tuple[str, str], CostedWay]:
     """The ways that plans are costed by, by transport and way."""
     return {(name, cost.way): cost for name in names() for cost in find(name).costs}
 
 
-def reference_costs() -> tuple[Cost, ...]:
+def reference_costs() -> tuple[CostedWay, ...]:
     """Medians of measurements of 2026-11 between two H200 over NVLink; `kvproto probe` measures the machine at hand."""
-    return tuple(Cost(way.name, way.kind, way.reference) for way in _ways().values() if way.reference is not None)
+    return tuple(way for way in _ways().values() if way.constants is not None)
 
 
-def load_costs(path: Path) -> tuple[Cost, ...]:
+def load_costs(path: Path) -> tuple[CostedWay, ...]:
     """The constants in a file of `kvproto probe`, of the slowest pair of GPUs or else the host; raises LocalError."""
     measured = load(path).measured
     known = [m for m in measured if (m.transport, m.way) in _ways()]
@@ -318,12 +309,12 @@ def load_costs(path: Path) -> tuple[Cost, ...]:
         named = ", ".join(m.name for m in measured) or "none"
         raise bad(f"{path}: measured", wanted, named, "probe again")
     gpus = any(m.gpus for m in known)
-    costs: dict[str, Cost] = {}
+    slowest: dict[CostedWay, Measured] = {}
     for m in known:
         way = _ways()[m.transport, m.way]
-        if m.gpus == gpus and (way.name not in costs or m.constants.link < costs[way.name].constants.link):
-            costs[way.name] = Cost(way.name, way.kind, m.constants)
-    return tuple(costs.values())
+        if m.gpus == gpus and (way not in slowest or m.constants.link < slowest[way].constants.link):
+            slowest[way] = m
+    return tuple(attrs.evolve(way, constants=m.constants) for way, m in slowest.items())
 
 
 @attrs.frozen
@@ -335,10 +326,14 @@ class Estimate:
     seconds: float
 
 
-def estimates(runs: Runs, costs: Iterable[Cost] | None = None) -> tuple[Estimate, ...]:
+def estimates(runs: Runs, costs: Iterable[CostedWay] | None = None) -> tuple[Estimate, ...]:
     """The seconds that each way takes for the runs of one program, fastest first; by default of `reference_costs`."""
     ways = reference_costs() if costs is None else costs
-    times = [Estimate(way.name, way.kind, way.constants.seconds(runs.bytes, runs.count)) for way in ways]
+    times = [
+        Estimate(way.name, way.kind, way.constants.seconds(runs.bytes, runs.count))
+        for way in ways
+        if way.constants is not None
+    ]
     return tuple(sorted(times, key=lambda estimate: estimate.seconds))
 
 

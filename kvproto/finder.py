@@ -184,7 +184,7 @@ class WatchNode:
     def timeout(self) -> float | None:
         if self._dialer.pending:
             return 0.0
-        due = [at for endpoint in self.endpoints.values() if (at := endpoint.next_deadline()) is not None]
+        due = [at for endpoint in self.endpoints.values() if (at := endpoint.timers.next()) is not None]
         return max(min(due) - time.monotonic(), 0.0) if due else None
 
     def _flush(self) -> None:

@@ -15,12 +15,6 @@ if TYPE_CHECKING:
     from kvproto.transport.base import Transport
     from kvproto.transport.bench import Measured
 
-LEASE = 10.0
-"""Seconds for which a sink may read before it has to renew the lease."""
-PART_BYTES = 16 << 20
-"""The least number of bytes that is worth a copy while prefill is still running."""
-QUARANTINE = 0.5
-"""The share of a group's pages that may be in quarantine."""
 Spread = Literal["even", "few", "one"]
 """The choice among ranks that hold the same bytes: all of them evenly, few, or as few as possible."""
 
@@ -123,7 +117,7 @@ class Options:
     callbacks: Callable[[Callable[[], object]], object] | None = None
     debug_pages: bool = False
     part_bytes: int = attrs.field(
-        default=PART_BYTES, validator=_within(1, 1 << 62, "a whole number of bytes, at least 1", int)
+        default=16 << 20, validator=_within(1, 1 << 62, "a whole number of bytes, at least 1", int)
     )
     first_part_ratio: float | None = attrs.field(
         default=None, validator=attrs.validators.optional(_within(0, 1e9, "0 or more"))
@@ -133,8 +127,8 @@ class Options:
     )
     metrics: bool = False
     feed: str | Path | None = None
-    lease: float = attrs.field(default=LEASE, validator=_within(1e-3, 1e6, "seconds, at least 0.001"))
-    quarantine: float = attrs.field(default=QUARANTINE, validator=_within(0, 1, "a share, 0 to 1"))
+    lease: float = attrs.field(default=10.0, validator=_within(1e-3, 1e6, "seconds, at least 0.001"))
+    quarantine: float = attrs.field(default=0.5, validator=_within(0, 1, "a share, 0 to 1"))
 
     def __attrs_post_init__(self) -> None:
         if self.insecure and self.keys is not None:

@@ -7,7 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto import Pool
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.planning.geometry import Geometry
+from kvproto.planning.plan import Route
 from kvproto.transport.base import Memory
 from kvproto.wire.enums import ItemKind
 
@@ -17,6 +20,17 @@ def allocate(geometry: Geometry, rank: int, items: Mapping[int, int], device: in
     owned = {share.group for r in geometry.ranks if r.rank == rank for share in r.owns}
     groups = [g for g in geometry.groups if g.id in owned and g.kind != ItemKind.HANDOFF]
     return Pool.allocate(geometry, {g.name: items[g.id] for g in groups}, rank=rank, device=device)
+
+
+def lower(
+    routes: tuple[Route, ...],
+    source: RankLayout,
+    sink: RankLayout,
+    sources: Mapping[int, Window],
+    sinks: Mapping[int, Window],
+) -> CopyProgram:
+    """The copy program of one rank pair for one request."""
+    return Pair(routes, source, sink).lower(sources, sinks)
 
 
 def memory(pool: Pool) -> Memory:

@@ -11,7 +11,7 @@ import numpy as np
 from kvproto import KvprotoError, local_row, most_before, owned_before, owner
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.grants import begins_of, check_grants, cut_to_begins, held_from
-from kvproto.copying.lowering import lower
+from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.planning.geometry import decode_geometry, encode_geometry, owns, validate
 from kvproto.planning.plan import Box, Route, plan
@@ -63,8 +63,8 @@ def streamed(question: Json) -> Json:
 
 def negotiated(question: Json) -> Json:
     """What Welcome chooses."""
-    chosen = negotiate(*(terms(**question[side]) for side in ("sink", "source")))
-    return {"version": f"{chosen.major}.{chosen.minor}", "features": [str(feature) for feature in chosen.features]}
+    version, features = negotiate(*(terms(**question[side]) for side in ("sink", "source")))
+    return {"version": f"{version.major}.{version.minor}", "features": [str(feature) for feature in features]}
 
 
 def terms(versions: list[str], offered: list[str], needed: list[str]) -> Terms:
@@ -142,7 +142,7 @@ def lowered(question: Json) -> CopyProgram:
     """The copies of one rank pair and request."""
     (here, from_), (there, to) = (side(question[name]) for name in ("source", "sink"))
     routes = plan(here.geometry, there.geometry).between(here.rank, there.rank)
-    return lower(routes, here, there, from_, to)
+    return Pair(routes, here, there).lower(from_, to)
 
 
 def side(given: Json) -> tuple[RankLayout, dict[int, Window]]:

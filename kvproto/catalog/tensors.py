@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import attrs
-import numpy as np
 
+from kvproto.copying.columns import columns_at
 from kvproto.errors import bad
 from kvproto.planning.geometry import Geometry, Group, Owns
 from kvproto.planning.kinds import KINDS
@@ -161,11 +161,7 @@ def _columns(group: Group, share: Owns, items: int, places: Mapping[tuple[int, i
     if missing := [entry for entry in entries if entry not in places]:
         raise bad(f"pools of {group.name!r}", f"a tensor with part {missing[0][1]}", f"none of layer {missing[0][0]}")
     rows = [
-        (region, offset, *(stride[axis] for axis in "BNH"))
+        (region, offset, stride["B"], stride["N"], stride["H"])
         for region, offset, stride in map(places.__getitem__, entries)
     ]
-    arrays = dict(zip(_ARRAYS, np.array(rows, np.uint64).reshape(-1, len(_ARRAYS)).T.copy(), strict=True))
-    return Columns(group=group.id, items=items, **arrays)
-
-
-_ARRAYS = ("region", "offset", "item_stride", "row_stride", "lane_stride")
+    return columns_at(group.id, items, rows)

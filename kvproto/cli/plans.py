@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvproto.calibration import ORIGIN, Cost, advise, estimates, load_costs, reference_costs
+from kvproto.calibration import ORIGIN, advise, estimates, load_costs, reference_costs
 from kvproto.catalog.config import Config
 from kvproto.cli.slices import as_json, page, slices, table
 from kvproto.copying.grants import items_needed
@@ -24,6 +24,7 @@ from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Plan, differences, plan
 from kvproto.rank.pool import columns_without_gaps
+from kvproto.transport.bench import CostedWay
 from kvproto.wire import from_json
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.plain import read_json, refuse
@@ -189,7 +190,7 @@ def compatible(
 
 
 def _as_json(
-    sink: Geometry, agreed: Plan, moved: dict[tuple[int, int], CopyProgram], costs: Sequence[Cost]
+    sink: Geometry, agreed: Plan, moved: dict[tuple[int, int], CopyProgram], costs: Sequence[CostedWay]
 ) -> dict[str, Any]:
     pairs = []
     for (a, b), program in moved.items():
@@ -241,7 +242,7 @@ def _picture(
     yield f"  {_size(total.bytes)} in {total.count:,} runs of {_size(total.mean)} on average, over {len(moved)} rank pairs"
 
 
-def _costed(moved: dict[tuple[int, int], CopyProgram], costs: Sequence[Cost], origin: str) -> Iterator[str]:
+def _costed(moved: dict[tuple[int, int], CopyProgram], costs: Sequence[CostedWay], origin: str) -> Iterator[str]:
     """The rank pair that moves most, the time by each way to move it, and advice."""
     if not moved:
         return
@@ -337,7 +338,7 @@ class Spread:
         return SHARE / self.source if self.source else float("inf")
 
 
-def spread(rule: str, pairs: Mapping[tuple[int, int], Runs], costs: Sequence[Cost]) -> Spread:
+def spread(rule: str, pairs: Mapping[tuple[int, int], Runs], costs: Sequence[CostedWay]) -> Spread:
     """Cost a rule by the runs of each (source, sink) rank pair, each moved the fastest way."""
     sides = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     for pair, runs in pairs.items():
@@ -359,7 +360,7 @@ def advise_spread(rules: Iterable[Spread]) -> str:
 
 
 def spreads(
-    source: Geometry, sink: Geometry, features: Collection[Feature], request: Request, costs: Sequence[Cost]
+    source: Geometry, sink: Geometry, features: Collection[Feature], request: Request, costs: Sequence[CostedWay]
 ) -> list[Spread]:
     """The cost of a request by each rule of election; empty if all rules make the same plan."""
     others = set(features) - {Feature.FEW_SOURCES, Feature.SPREAD_ONE}

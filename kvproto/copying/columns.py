@@ -10,7 +10,7 @@ nothing if the layout alone rules out an overlap:
 * For each transfer, the bytes of the named items are compared in the shapes that are not apart, by sorting.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 
 import attrs
@@ -337,6 +337,16 @@ def _merged(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
 
 
 _ARRAYS = ("region", "offset", "item_stride", "row_stride", "lane_stride")
+Place = tuple[int, int, int, int, int]
+"""The region, the offset in it, and the strides of items, rows and lanes."""
+
+
+def columns_at(group: int, items: int, places: Sequence[Place]) -> Columns:
+    """The columns of a group of so many items at these places, by layer, then part."""
+    fields = dict(zip(_ARRAYS, np.array(places, np.uint64).reshape(-1, len(_ARRAYS)).T.copy(), strict=True))
+    return Columns(group=group, items=items, **fields | {"region": fields["region"].astype(np.uint32)})
+
+
 _STRIDES = _ARRAYS[2:]
 _ORDER = "state the groups in the order of the Description, and for each layer one entry for each part"
 

@@ -82,17 +82,6 @@ class Pair:
         return CopyProgram(tuple(maps), nothing.operations, nothing.tokens_per_row, tuple(ends), nothing.others)
 
 
-def lower(
-    routes: tuple[Route, ...],
-    source: RankLayout,
-    sink: RankLayout,
-    sources: Mapping[int, Window],
-    sinks: Mapping[int, Window],
-) -> CopyProgram:
-    """Make the copy program of one rank pair for one request; `Pair` is for callers that make several."""
-    return Pair(routes, source, sink).lower(sources, sinks)
-
-
 def _flat(columns: Columns, group: Group) -> bool:
     """Whether the items of a paged group touch in every column."""
     if not KINDS[group.kind].paged:

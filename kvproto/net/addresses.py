@@ -5,13 +5,12 @@ import re
 import socket
 import stat
 import threading
-import tomllib
 from pathlib import Path
 
 import attrs
 
 from kvproto.errors import LocalError, bad, check_type, check_whole
-from kvproto.net.keys import check_public, read_guarded
+from kvproto.net.keys import check_public, read_tables
 
 _LONGEST_PATH = 107
 """The most bytes in the path of a Unix socket."""
@@ -37,20 +36,9 @@ def read_sources(path: str | Path, insecure: bool = False) -> dict[tuple[str, in
     With `insecure`, as in Options, TCP addresses need no key (KVP-NET-KEY). Raises LocalError(OUT_OF_RANGE), which
     names the file and the wrong entry, also for a file that another user may write to.
     """
-    text = read_guarded(Path(path), "a file of sources", "list them, each as [[source]]")
-    try:
-        table = tomllib.loads(text.decode())
-    except ValueError as error:
-        raise bad(str(path), "TOML", str(error), "correct it") from error
-    sources, seeds = table.get("source", []), dict[tuple[str, int], Seed]()
-    if table.keys() - {"source"} or not isinstance(sources, list):
-        advice = "one [[source]], in double brackets, for each source"
-        raise bad(str(path), "tables [[source]]", ", ".join(f"[{name}]" for name in table), advice)
-    for i, source in enumerate(sources):
-        at = f"{path}: source[{i}]"
-        check_type(at, source, dict, "a table [[source]]")
-        if unknown := source.keys() - {"engine", "replica", "address", "key"}:
-            raise bad(at, "engine, replica, address, key", repr(min(unknown)), "correct it")
+    seeds = dict[tuple[str, int], Seed]()
+    fields = ("engine", "replica", "address", "key")
+    for at, source in read_tables(Path(path), "a file of sources", "list them, each as [[source]]", "source", fields):
         for name in ("engine", "address"):
             check_type(f"{at}.{name}", source.get(name), str, "text")
         place = source["engine"], check_whole(f"{at}.replica", source.get("replica", 0), 0)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import attrs
 
 from kvproto.errors import LocalError, RemoteError, bad, listed
-from kvproto.net.keys import check_public, read_guarded
+from kvproto.net.keys import check_public, read_tables
 from kvproto.net.limits import LIST_CHECK
 from kvproto.session import Party
 from kvproto.wire.enums import ErrorCode, Role, word
 
 _log = logging.getLogger("kvproto")
+_FIELDS = ("key", "engine", "replicas", "ranks", "roles")
 _SHOWN = 8
 """The most numbers of an entry that messages show."""
 
@@ -97,29 +97,15 @@ class AllowList:
         return stat.st_ino, stat.st_ctime_ns, stat.st_size  # ctime also changes with mode and owner
 
     def _read(self) -> dict[bytes, tuple[Allowed, ...]]:
-        text = read_guarded(self.path, "an allow-list", "list the clients that may connect, each as [[client]]")
-        try:
-            table = tomllib.loads(text.decode())
-        except ValueError as error:
-            raise bad(str(self.path), "TOML", str(error), "correct it") from error
-        if unknown := table.keys() - {"client"}:
-            raise bad(str(self.path), "tables [[client]]", repr(min(unknown)), "correct it")
         allowed: dict[bytes, tuple[Allowed, ...]] = {}
-        clients = table.get("client", [])
-        for i, client in enumerate(clients if isinstance(clients, list) else [clients]):
-            path = f"{self.path}: client[{i}]"
-            if not isinstance(client, dict) or not isinstance(clients, list):
-                yours = "[client]" if isinstance(client, dict) else type(client).__name__
-                advice = "one [[client]], in double brackets, for each client"
-                raise bad(path, "a table [[client]]", yours, advice)
+        advice = "list the clients that may connect, each as [[client]]"
+        for path, client in read_tables(self.path, "an allow-list", advice, "client", _FIELDS):
             key = check_public(f"{path}.key", client.get("key"))
             allowed[key] = (*allowed.get(key, ()), _allowed(path, client))
         return allowed
 
 
 def _allowed(path: str, client: Mapping[str, Any]) -> Allowed:
-    if unknown := client.keys() - {"key", "engine", "replicas", "ranks", "roles"}:
-        raise bad(path, "key, engine, replicas, ranks, roles", repr(min(unknown)), "correct it")
     engine = client.get("engine")
     if not isinstance(engine, str) or not engine:
         raise bad(f"{path}.engine", "the engine's name", repr(engine), "name the engine that owns the key")

@@ -3,13 +3,16 @@
 import os
 import stat
 import struct
+import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import zmq
 from zmq.utils import z85
 
-from kvproto.errors import bad
+from kvproto.errors import bad, check_type
 
 SECRET, PUBLIC = "secret.key", "public.key"
 _CHARACTERS = 40
@@ -74,6 +77,27 @@ def read_guarded(path: Path, what: str, advice: str, secret: bool = False) -> by
             return file.read()
     except OSError as error:
         raise bad(str(path), what, str(error.strerror), advice) from error
+
+
+def read_tables(
+    path: Path, what: str, advice: str, name: str, fields: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The place and content of each [[name]] of a guarded TOML file; raises LocalError for other tables or fields."""
+    text = read_guarded(path, what, advice)
+    try:
+        table = tomllib.loads(text.decode())
+    except ValueError as error:
+        raise bad(str(path), "TOML", str(error), "correct it") from error
+    rows = table.get(name, [])
+    if table.keys() - {name} or not isinstance(rows, list):
+        advice = f"one [[{name}]], in double brackets, for each {name}"
+        raise bad(str(path), f"tables [[{name}]]", ", ".join(f"[{name}]" for name in table), advice)
+    for i, row in enumerate(rows):
+        at = f"{path}: {name}[{i}]"
+        check_type(at, row, dict, f"a table [[{name}]]")
+        if unknown := row.keys() - {*fields}:
+            raise bad(at, ", ".join(fields), repr(min(unknown)), "correct it")
+        yield at, row
 
 
 def _check_writers(path: Path, kind: str, status: os.stat_result) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 
 from kvproto.errors import PlanError
 from kvproto.planning import limits
-from kvproto.planning.deals import deal, local_row, owned_before, owner
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.parts import ALIASES
 from kvproto.wire import decode_struct, encode_struct
@@ -16,9 +15,8 @@ from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 from kvproto.wire.messages import Fact, Geometry, Group, LaneSpan, Owns, Part, Rank
 
 __all__ = [
-    "Fact", "Geometry", "Group", "LaneSpan", "Owns", "Part", "Rank", "column_names", "deal",
-    "decode_geometry", "digest", "encode_geometry", "facts", "gqa", "handoff", "lane_bytes", "local_row", "mla",
-    "owned_before", "owner", "owns", "validate",
+    "Fact", "Geometry", "Group", "LaneSpan", "Owns", "Part", "Rank", "column_names", "decode_geometry", "digest",
+    "encode_geometry", "facts", "gqa", "handoff", "lane_bytes", "mla", "owns", "validate",
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from kvproto.planning.cutting import (
     opaque_families,
     owned_intervals,
 )
-from kvproto.planning.election import Layers, PieceTable, ShareTable
+from kvproto.planning.election import PieceTable, ShareTable
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.parts import OPTIONAL
@@ -286,10 +286,7 @@ def _check_left(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals) -> N
 
 def _in_memory(owned: Iterable[OwnedInterval]) -> set[int]:
     """The layers of these intervals, other than those of hand-off data."""
-    return _layer_ids({i.layers for i in owned if KINDS[i.group.kind].has_memory})
-
-
-def _layer_ids(layers: Iterable[Layers]) -> set[int]:
+    layers = {i.layers for i in owned if KINDS[i.group.kind].has_memory}
     return {layer for intervals in layers for lo, hi in intervals for layer in range(lo, hi)}
 
 

@@ -53,10 +53,8 @@ def options_of(options: Any) -> Options:
 
 def check_request(ticket: Any, prompt: Any, call: Any, geometry: Geometry) -> None:
     """Raise LocalError(OUT_OF_RANGE) unless all have the right types and the prompt states the geometry's axes."""
-    if not isinstance(ticket, Ticket):
-        raise wrong_type("ticket", ticket, "a kvproto.Ticket", "read_ticket makes one of its JSON form")
-    if not isinstance(prompt, Prompt):
-        raise wrong_type("prompt", prompt, "a kvproto.Prompt", "pass Prompt(token_ids)")
+    check_type("ticket", ticket, Ticket, "a kvproto.Ticket", "read_ticket makes one of its JSON form")
+    check_type("prompt", prompt, Prompt, "a kvproto.Prompt", "pass Prompt(token_ids)")
     if call is not None and not callable(call):
         raise wrong_type("callback", call, "something to call with the handle")
     for group in geometry.groups:
@@ -94,6 +92,9 @@ class RankNode(Node, Protocol):
     def census(self) -> Counters:
         """Count the peers, and the messages that were sent again so far."""
 
+    def sleep(self, error: KvprotoError) -> LentPool:
+        """End what is under way with this error, and ask for the pool back."""
+
 
 class EngineRank:
     """A Source or a Sink: one rank's node, the driver that gives it turns, and a pool that may be taken back.
@@ -101,6 +102,8 @@ class EngineRank:
     Engines lend their memory to something else for a while, such as a trainer between rollouts: `sleep` and `wake_up`
     of vLLM, `release_memory_occupation` and `resume_memory_occupation` of SGLang. Sessions with peers outlive that.
     """
+
+    _node: RankNode
 
     def __init__(self, name: str, pool: Pool, node: RankNode, options: Options) -> None:
         self.name, self.pool, self.options = name, pool, options
@@ -113,7 +116,7 @@ class EngineRank:
         self._asleep, self._epoch = False, 1
         self._withdrawals: dict[int, Withdrawal] = {}
         """Withdrawals by the epoch of their pool."""
-        self._census, self._samples = node.census, list[MetricSample]()
+        self._samples = list[MetricSample]()
         self._pools = [pool]
         """The current pool, last, after earlier ones that peers may still read or write."""
         self._observer = self._observed()
@@ -127,7 +130,7 @@ class EngineRank:
                 self._driver.start()
                 self._observer.start()
             except BaseException:
-                self.pool._unuse(self._who)
+                self.pool._users.remove(self._who)
                 raise
         except BaseException:
             self._driver.abandon()
@@ -174,8 +177,7 @@ class EngineRank:
         For a loop of your own: never call it from two threads at once. Raises LocalError(UNEXPECTED_MESSAGE) without
         Options(thread=False), after `close` and in a forked process.
         """
-        if not isinstance(timeout, int | float):
-            raise wrong_type("timeout", timeout, "seconds")
+        check_type("timeout", timeout, (int, float), "seconds")
         self._driver.step(timeout)
         return self.events()
 
@@ -221,7 +223,7 @@ class EngineRank:
     def _drop(self, pool: Pool) -> None:
         """Stop using a pool."""
         self._pools.remove(pool)
-        pool._unuse(self._who)
+        pool._users.remove(self._who)
 
     def drain(self) -> None:
         """Finish what is under way and accept nothing new, before `close`; `drained` says when that is done.
@@ -244,10 +246,6 @@ class EngineRank:
     def _check_draining(self) -> None:
         if self._draining:
             raise LocalError(ErrorCode.DRAINING, self._who, "no new request while draining", "one", "send it elsewhere")
-
-    def call_back(self, call: Callable[[], object], wake: bool = False) -> None:
-        """Run a callback of the engine where `Options.callbacks` says; `wake` if no turn is under way."""
-        self._driver.later(call, wake)
 
     def __enter__(self) -> Self:
         return self
@@ -298,7 +296,7 @@ class EngineRank:
 
     def _gauges(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
         """On the node: each gauge's metric, the values of its labels, and its value now."""
-        census = self._census()
+        census = self._node.census()
         yield "kvproto_in_flight", (), sum(not handle.done for handle in list(self._handles()))
         yield "kvproto_draining", (), int(self._draining)
         yield "kvproto_peers", (), census.peers
@@ -337,7 +335,7 @@ class EngineRank:
             self._check_awake("sleep", ErrorCode.UNEXPECTED_MESSAGE)
             self._asleep = True
             made = self._withdrawals[self._epoch] = Withdrawal(self, self.pool, self._epoch)
-        self._post_withdrawal(made, lambda: self._sleep(error))
+        self._post_withdrawal(made, lambda: self._node.sleep(error))
         return made
 
     def wake(self, pool: Pool) -> None:
@@ -356,10 +354,6 @@ class EngineRank:
             self._replace(pool)
             self._asleep, epoch = False, self._epoch
         self._driver.post(lambda: self._wake(pool, epoch))
-
-    def _sleep(self, error: KvprotoError) -> LentPool | None:
-        """On the node: end what is under way and ask for the pool back."""
-        raise NotImplementedError
 
     def _wake(self, pool: Pool, epoch: int) -> None:
         """On the node: go on with this pool."""

@@ -95,8 +95,3 @@ class Checksums:
         pages = (self._pages.by_group if self._pages is not None else None) or {}
         sums = sorted(self._sums.by_group.items())
         return tuple([Checksum(group=g, value=sum, pages=pages[g].values if g in pages else None) for g, sum in sums])
-
-
-def bytes_by_name(peer: PeerMapping, program: CopyProgram) -> dict[str, int]:
-    """Bytes of a program by the name of the sink's group."""
-    return {peer.pair.sink.groups[group].name: count for group, count in program.bytes_by_group().items()}

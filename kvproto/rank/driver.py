@@ -70,7 +70,8 @@ class Driver:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
         self._pid, self._asleep_until = os.getpid(), 0.0
-        self._closed = False
+        self.closed = False
+        """Whether `close` was called."""
         self._restless = 0
         self._calling: int | None = None
         """The thread that runs callbacks."""
@@ -95,7 +96,7 @@ class Driver:
 
     def abandon(self) -> None:
         """Release what the driver itself holds, after `start` has failed."""
-        self._closed = True
+        self.closed = True
         self._release()
 
     # for the engine
@@ -150,7 +151,7 @@ class Driver:
             return
         self._later.append(call)
         if wake:
-            self._call_back() if self._closed else self._ring()
+            self._call_back() if self.closed else self._ring()
 
     def step(self, timeout: float = 0.0) -> None:
         """Wait up to `timeout` seconds for something to do and take one turn; for a node without an I/O thread."""
@@ -183,7 +184,7 @@ class Driver:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, self._name, mine, yours, advice)
         if self.failure is not None:
             raise self.failure
-        if self._closed:
+        if self.closed:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, self._name, "open", "closed", "open another")
 
     def check_wait(self) -> None:
@@ -193,21 +194,16 @@ class Driver:
             yours = "a callback, which holds up everything else"
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "wait", "a thread of the engine", yours, advice)
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
     def close(self, reason: str = "closed") -> None:
         """Say Goodbye, end the thread and release everything; a second call does nothing."""
-        if self._closed or os.getpid() != self._pid:
+        if self.closed or os.getpid() != self._pid:
             return
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
             if self.failure is None:
                 self._turn()
-            self._closed = True
+            self.closed = True
             with contextlib.suppress(Exception) if self.failure else contextlib.nullcontext():
                 self._node.close(reason)
         self._ring()
@@ -274,16 +270,16 @@ class Driver:
     def _run(self) -> None:
         """The I/O thread."""
         try:
-            while not self._closed:
+            while not self.closed:
                 with self._lock:
-                    if self._closed:
+                    if self.closed:
                         return
                     wait = self._turn()
                     nap = limits.RESEND / 2  # so that a post which only sets a timer to resend need not wake it
                     nap = nap if wait is None else min(wait, nap)
                     self._asleep_until = time.monotonic() + nap
                 self._call_back()
-                if self._closed:  # by a callback: the descriptors are gone
+                if self.closed:  # by a callback: the descriptors are gone
                     return
                 self._rest(nap, wait)
                 self._asleep_until = 0.0

@@ -18,7 +18,7 @@ from kvproto.wire.enums import ErrorCode
 
 if TYPE_CHECKING:
     from kvproto.rank.base import EngineRank
-    from kvproto.rank.pool import Pool, RankPool
+    from kvproto.rank.pool import Pool
     from kvproto.transport.base import Transport
 
 Result = TypeVar("Result")
@@ -73,7 +73,7 @@ class Handle(Generic[Result]):
             if not self.done:
                 self._callbacks.append(call)
                 return
-        self._rank.call_back(lambda: call(self), wake=True)
+        self._rank._driver.later(lambda: call(self), wake=True)
 
     def _post(self, work: Callable[[], None], *, wait: bool = True) -> None:
         """Run `work` on the node unless the request has ended; with `wait` in this thread, if the node is free."""
@@ -100,7 +100,7 @@ class Handle(Generic[Result]):
             self._ended.set()
             calls, self._callbacks = self._callbacks, []
         for call in calls:
-            self._rank.call_back(lambda call=call: call(self))  # type: ignore[misc]
+            self._rank._driver.later(lambda call=call: call(self))  # type: ignore[misc]
 
 
 class TicketHandle(Handle[Result]):
@@ -108,7 +108,7 @@ class TicketHandle(Handle[Result]):
 
     def __init__(self, rank: EngineRank, ticket: Ticket) -> None:
         super().__init__(rank)
-        self.ticket, self._key = ticket, bytes(ticket.key)
+        self.ticket = ticket
 
 
 class Withdrawal(Handle[PoolFree]):
@@ -143,7 +143,7 @@ class LentPool:
 
     number: int
     """The epoch of its first registrations."""
-    pool: RankPool
+    pool: Pool
     withdrawal: Withdrawal | None = None
     """The handle by which the engine waits for it; None unless it was taken back."""
     holders: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ L = TypeVar("L", bound=LentPool)
 
 
 def free_pools(
-    leaving: list[L], holders: Callable[[L], Iterable[str]], transports: Iterable[Transport], pool: RankPool
+    leaving: list[L], holders: Callable[[L], Iterable[str]], transports: Iterable[Transport], pool: Pool
 ) -> list[PoolFree]:
     """Remove the pools that nothing can use any more, and end their withdrawals; transports forget all but `pool`."""
     events = []

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvproto.copying.columns import scaling
 from kvproto.copying.grants import begins_inside_item, distinct, items_before, items_needed, rows_of
 from kvproto.copying.program import RankLayout
-from kvproto.errors import LocalError, check_type, check_whole, type_name, wrong_type
+from kvproto.errors import LocalError, check_type, check_whole, type_name
 from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of, lengths_of
 from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import KINDS
@@ -69,36 +69,19 @@ def _with_items(grants: Mapping[int, Grants]) -> list[tuple[int, list[int]]]:
 
 def check_names(pages: PageTables, groups: Mapping[str, Group]) -> None:
     """Raise LocalError for page tables of other names than these groups have."""
-    if not isinstance(pages, Mapping):
-        raise wrong_type("pages", pages, "a mapping of group name to page ids", 'such as {"kv": [3, 1, 2]}')
+    check_type("pages", pages, Mapping, "a mapping of group name to page ids", 'such as {"kv": [3, 1, 2]}')
     if not pages.keys() <= groups.keys():
         unknown = next(name for name in pages if name not in groups)
         raise _bad("pages", f"groups of {sorted(groups)}", repr(unknown))
 
 
-def table_of(layout: RankLayout, pages: PageTables, name: str, skip: int, need: int, purpose: str) -> IntArray:
+def table_of(layout: RankLayout, pages: PageTables, group: Group, skip: int, need: int, purpose: str) -> IntArray:
     """The table of a group, checked to have `need` pages from `skip` on; raises as `RequestTables.check`."""
-    group = next(group for group in layout.geometry.groups if group.name == name)
-    if name not in pages:
-        raise _missing(layout, name)
-    return _check_table(pages[name], group, layout.columns[group.id].items, skip, need, purpose)
-
-
-def _checked_table(owned: _OwnedGroup, rules: PageRules, pages: PageTables, skip: int, need: int, end: int) -> IntArray:
-    name = owned.group.name
-    if name not in pages:
-        raise _missing(rules.layout, name)
-    return _check_table(pages[name], owned.group, owned.most, skip, need, f"{end} {owned.axis}")
-
-
-def _missing(layout: RankLayout, name: str) -> LocalError:
-    owned = sorted(group.name for group in layout.geometry.groups if group.id in layout.columns)
-    return _bad("pages", f"the groups {owned}", f"none of {name!r}")
-
-
-def _check_table(pages: Any, group: Group, most: int, skip: int, need: int, purpose: str) -> IntArray:
-    path = f'pages["{group.name}"]'
-    table = _table(pages, path)
+    if group.name not in pages:
+        owned = sorted(group.name for group in layout.geometry.groups if group.id in layout.columns)
+        raise _bad("pages", f"the groups {owned}", f"none of {group.name!r}")
+    path, most = f'pages["{group.name}"]', layout.columns[group.id].items
+    table = _table(pages[group.name], path)
     held = table[skip:] if skip else table
     if held.size and not 0 <= int(held.min()) <= int(held.max()) < most:
         outside = skip + np.flatnonzero((held < 0) | (held >= most))
@@ -121,8 +104,6 @@ class _OwnedGroup:
     axis: str
     paged: bool
     wraps: bool
-    most: int
-    """The number of pages of the pool."""
     plain: bool
     """Whether pages hold `rows` tokens each, all of them of this rank."""
 
@@ -156,8 +137,7 @@ class PageRules:
 def _owned(layout: RankLayout, group: Group) -> _OwnedGroup:
     kind, cp_rank = KINDS[group.kind], layout.shares[group.id].cp_rank
     plain = kind.paged and group.cp_size == 1 and group.tokens_per_row == 1
-    most = layout.columns[group.id].items
-    return _OwnedGroup(group, cp_rank, axis_of(group), kind.paged, kind.wraps, most, plain)
+    return _OwnedGroup(group, cp_rank, axis_of(group), kind.paged, kind.wraps, plain)
 
 
 @attrs.frozen
@@ -196,7 +176,8 @@ class RequestTables:
             id = owned.group.id
             end = tokens if owned.axis == TOKENS else axes.get(owned.axis, 0)
             skip, need = owned.before(begins.get(id, 0)), owned.needed(end)
-            items[id], spans[id] = _checked_table(owned, rules, pages, skip, need, end), (skip, need)
+            items[id] = table_of(rules.layout, pages, owned.group, skip, need, f"{end} {owned.axis}")
+            spans[id] = skip, need
         return StatedTables(items, begins, spans)
 
     def record(self, stated: StatedTables) -> None:
@@ -283,7 +264,7 @@ def grants_of(
         for owned in rules.owned:
             end = ends[owned.group.id]
             skip, need = owned.before(held.get(owned.group.id, 0)), owned.needed(end)
-            tables[owned.group.id] = _checked_table(owned, rules, pages, skip, need, end)
+            tables[owned.group.id] = table_of(layout, pages, owned.group, skip, need, f"{end} {owned.axis}")
     grants = {}
     for group in layout.geometry.groups:
         if not KINDS[group.kind].has_memory:

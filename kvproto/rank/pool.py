@@ -5,12 +5,12 @@ import gc
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.columns import overlapping
+from kvproto.copying.columns import Place, columns_at, overlapping
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError, check_type, type_name
 from kvproto.planning.geometry import Geometry, Group, column_names, validate
@@ -20,24 +20,13 @@ from kvproto.rank.tensor_layout import Column, columns_of
 from kvproto.session import limits
 from kvproto.transport import memory as shareable
 from kvproto.transport.base import Memory
+from kvproto.transport.tensors import CPU
 from kvproto.wire import to_json
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
 
 _ALIGN = 256
 """Each column of a pool without gaps begins at a multiple of so many bytes."""
-
-
-class RankPool(Protocol):
-    """The regions of one rank, and the place of each column in them; `Pool` implements it."""
-
-    @property
-    def memories(self) -> Mapping[int, Memory]:
-        """Memory by region id."""
-
-    @property
-    def layout(self) -> RankLayout:
-        """The rank's geometry and columns."""
 
 
 class Pool:
@@ -205,7 +194,7 @@ class Pool:
         Raises LocalError(BAD_COLUMNS) for memory of a GPU, or a name that this rank does not own.
         """
         region, offset, shape, strides = self.place(group, layer, part)
-        if self.memories[region].__dlpack_device__()[0] != 1:
+        if self.memories[region].__dlpack_device__()[0] != CPU:
             raise _bad("Pool.array", "a pool in host memory", "memory of a GPU: see Pool.place and Pool.memories")
         memory = np.from_dlpack(self.memories[region]).view(np.uint8)
         return np.ndarray(shape, np.uint8, memory, offset, strides)
@@ -243,9 +232,6 @@ class Pool:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "pool", "a pool without a Source", sources[0], advice)
         self._users.append(user)
 
-    def _unuse(self, user: str) -> None:
-        self._users.remove(user)
-
 
 def columns_without_gaps(
     geometry: Geometry, rank: int, items: Mapping[int, int], heads_first: bool = False
@@ -259,31 +245,15 @@ def columns_without_gaps(
         group = groups[share.group]
         if not KINDS[group.kind].has_memory:
             continue
-        rows: list[tuple[int, int, int, int]] = []
+        rows: list[Place] = []
         for _ in share.layers:
             for number, part in enumerate(group.parts):
                 row = part.lane_bytes * sum(span.hi - span.lo for span in share.lanes if span.part == number)
                 strides = (part.lane_bytes, part.lane_bytes * group.rows) if heads_first else (row, part.lane_bytes)
-                rows.append((length, row * group.rows, *strides))
+                rows.append((0, length, row * group.rows, *strides))
                 length += -(-row * group.rows * items[group.id] // _ALIGN) * _ALIGN
-        columns[group.id] = _columns(group, items[group.id], np.zeros(len(rows), np.uint32), rows)
+        columns[group.id] = columns_at(group.id, items[group.id], rows)
     return columns, length
-
-
-def _columns(
-    group: Group, items: int, regions: npt.NDArray[np.uint32], rows: Sequence[tuple[int, int, int, int]]
-) -> Columns:
-    """The columns of a group; `rows` are the offset and the strides of items, rows and lanes of each."""
-    offset, item, row, lane = np.array(rows, np.uint64).reshape(-1, 4).T.copy()
-    return Columns(
-        group=group.id,
-        items=items,
-        region=regions,
-        offset=offset,
-        item_stride=item,
-        row_stride=row,
-        lane_stride=lane,
-    )
 
 
 def _joined(
@@ -292,14 +262,13 @@ def _joined(
     """The columns of a group's tensors; `region_of` maps the id of a view to its region and the region's address."""
     regions = [region_of[id(column.view)] for column in columns]
     rows = [
-        (column.address - base, column.item_stride, column.row_stride, column.lane_stride)
-        for column, (_, base) in zip(columns, regions, strict=True)
+        (region, column.address - base, column.item_stride, column.row_stride, column.lane_stride)
+        for column, (region, base) in zip(columns, regions, strict=True)
     ]
-    places = {(region, row[0]) for (region, _), row in zip(regions, rows, strict=True)}
-    if len(places) < len(rows) and not shared:
+    if len({row[:2] for row in rows}) < len(rows) and not shared:
         mine = "a place of its own for each layer and part; `shared` for layers that share a cache"
         raise _bad(f'tensors["{group.name}"]', mine, "two at one address")
-    return _columns(group, items, np.array([region for region, _ in regions], np.uint32), rows)
+    return columns_at(group.id, items, rows)
 
 
 def _check_overlaps(geometry: Geometry, rank: int, registered: Columns, columns: Sequence[Column]) -> None:

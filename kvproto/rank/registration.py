@@ -1,14 +1,13 @@
 """Registration: this side's memory as its peers see it, and the mapping of a peer's memory."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal
 
 import attrs
 
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.options import Spread
+from kvproto.options import Options
 from kvproto.session import Registration
 from kvproto.session.descriptions import Described
 from kvproto.transport.base import Connection, Mapped, Memory, Move, StreamDelivery, Transport
@@ -17,22 +16,16 @@ from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region, Register
 
 
-def features_of(
-    transports: Sequence[Transport],
-    verify: bool | Literal["pages"],
-    pull: bool,
-    spread: Spread = "even",
-    cold_draft: bool = False,
-) -> tuple[Feature, ...]:
+def features_of(transports: Sequence[Transport], options: Options) -> tuple[Feature, ...]:
     """The features that a side offers, ascending: its transports' features, and the choices of its engine."""
     offered = {Feature.EPOCHS} | {feature for transport in transports for feature in transport.capabilities.features}
     chosen = {
-        Feature.VERIFY: bool(verify),
-        Feature.VERIFY_PAGES: verify == "pages",
-        Feature.PULL: pull,
-        Feature.COLD_DRAFT: cold_draft,
-        Feature.FEW_SOURCES: spread == "few",
-        Feature.SPREAD_ONE: spread == "one",
+        Feature.VERIFY: bool(options.verify),
+        Feature.VERIFY_PAGES: options.verify == "pages",
+        Feature.PULL: options.pull,
+        Feature.COLD_DRAFT: options.cold_draft,
+        Feature.FEW_SOURCES: options.spread == "few",
+        Feature.SPREAD_ONE: options.spread == "one",
         Feature.INTENT: True,
         Feature.SPANS: True,
     }
@@ -57,50 +50,39 @@ def register(
     return Registration((*regions, *staging), {code: delivery.receiver for code, delivery in packed.items()}), packed
 
 
-@attrs.frozen
-class PeerMemory:
-    """Memory that a peer has registered: a sink's to write, or a source's to read."""
-
-    session: int
-    register: Register = attrs.field(repr=False)
-    described: Described = attrs.field(repr=False)
-    """The Descriptions and the plan of its transfers."""
-
-
 @attrs.define(eq=False)
 class PeerMapping:
     """The memory of one session's peer, mapped here."""
 
-    asked: PeerMemory
+    register: Register = attrs.field(repr=False)
+    """What the peer has registered: a sink's memory to write, or a source's to read."""
+    described: Described = attrs.field(repr=False)
+    """The Descriptions and the plan of its transfers."""
     transport: Transport
     pair: Pair
-    connection: Connection = attrs.field(factory=Connection, on_setattr=attrs.setters.frozen)
+    connection: Connection = attrs.field(factory=Connection)
     reads: bool = False
     """Whether the peer reads our memory, so that nothing of its own is mapped."""
-    packed: bool = attrs.field(init=False)
-    """Whether bytes are packed, because the peer's pages cannot be written directly."""
 
-    @packed.default
-    def _packs(self) -> bool:
+    @property
+    def packed(self) -> bool:
+        """Whether bytes are packed, because the peer's pages cannot be written directly."""
         return self.connection.link is not None
 
     @property
     def key(self) -> tuple[int, int]:
         """The session and epoch that the memory is registered under."""
-        return self.asked.session, self.asked.register.epoch
+        return self.register.session, self.register.epoch
 
     def prepare(self, own: Mapping[int, Memory], writes: bool) -> None:
         """Let the transport prepare for copies from this side's memory if `writes`, otherwise into it."""
         sides: tuple[Mapping[int, Memory | Mapped], Mapping[int, Memory | Mapped]] = own, self.connection.mapped
         self.transport.prepare(Move(self.pair.nothing, *(sides if writes else sides[::-1])))
 
-    def close(self) -> None:
-        """Unmap the memory; no copy that uses it may be under way."""
-        self.connection.close()
-
 
 def map_peer(
-    asked: PeerMemory,
+    message: Register,
+    described: Described,
     transports: Sequence[Transport],
     pair: Pair,
     own: Mapping[int, Memory] | None,
@@ -113,7 +95,6 @@ def map_peer(
     side writes or reads, and `features` are the session's. Raises the error of the last transport that was tried, or
     NO_TRANSPORT if the sides have none in common.
     """
-    message = asked.register
     by_code = {int(transport.capabilities.code): transport for transport in transports}
     named = {region for columns in message.columns for region in columns.region.tolist()}
     offered = [handle.transport for handle in message.regions[0].handles] if message.regions else []
@@ -123,13 +104,14 @@ def map_peer(
     for transport in (by_code[code] for code in offered if code in by_code):
         mapping = None
         try:
-            mapping = PeerMapping(asked, transport, pair, transport.connect(message.regions, named, writes, features))
+            connection = transport.connect(message.regions, named, writes, features)
+            mapping = PeerMapping(message, described, transport, pair, connection)
             if own is not None:
                 mapping.prepare(own, writes)
         except KvprotoError as failure:
             error = failure.kept()
             if mapping is not None:
-                mapping.close()
+                mapping.connection.close()
             continue
         return mapping
     raise error

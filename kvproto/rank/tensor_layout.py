@@ -12,7 +12,7 @@ import attrs
 
 from kvproto.errors import LocalError
 from kvproto.planning.geometry import Group, Owns, column_names
-from kvproto.rank.tensors import ELEMENTS, TensorView, view_of
+from kvproto.transport.tensors import ELEMENTS, TensorView, view_of
 from kvproto.wire.enums import DType, ErrorCode, word
 
 _SYNONYMS = {"slot": "page", "row": "token", "lane": "head"}

@@ -4,7 +4,7 @@ A session is a table of handlers, one for each message that it may receive. The 
 feature is an `Extension` that adds its handlers when the feature is chosen. So a message of a feature that was not
 chosen has no handler, and is UNEXPECTED_MESSAGE. A request is resent under its id until it is answered; a repeated
 request is answered from the state that it left, never from stored replies, so that their memory cannot run out.
-Addresses and connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as `next_deadline`.
+Addresses and connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as `Timers.next`.
 """
 
 from collections.abc import Callable, Hashable
@@ -125,11 +125,6 @@ class Session:
     def _met(self, peer: Party) -> None:
         """Note who the peer is, as its Hello or Welcome says."""
         self._peer, self._name = peer, str(peer)
-
-    @property
-    def resuming(self) -> bool:
-        """Whether this side has asked to resume over another connection, on which counts begin at 0 again."""
-        return False
 
     def install(self, extension: Extension) -> None:
         """Add an extension; its handlers replace others for the same messages."""

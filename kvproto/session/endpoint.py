@@ -23,10 +23,10 @@ class EndpointCalls(Protocol):
         """Report an event to the engine."""
 
     def map_memory(self, session: Any, register: m.Register, described: Described) -> None:
-        """Map the peer's memory, and then call `accept_register` or `refuse_register` of the session."""
+        """Map the peer's memory, and then report it as mapped, or refuse its Register."""
 
     def unmap_memory(self, session: Any, epoch: int) -> None:
-        """Unmap an epoch that the peer wants back and nothing uses, and then call `unmapped` of the session."""
+        """Unmap an epoch that the peer wants back and nothing uses, and then report it as unmapped."""
 
 
 class Endpoint:
@@ -34,7 +34,7 @@ class Endpoint:
 
     geometry: Geometry
     stated: Stated
-    _calls: EndpointCalls
+    calls: EndpointCalls
 
     def __init__(self, me: Party, geometry: Geometry | None = None) -> None:
         """Describe `geometry` to all peers; None if the rank moves no bytes."""
@@ -66,15 +66,7 @@ class Endpoint:
 
     def report(self, event: Event) -> None:
         """Report an event to the engine."""
-        self._calls.report(event)
-
-    def map_memory(self, session: Any, register: m.Register, described: Described) -> None:
-        """Have the peer's memory mapped, and then Registered or Refused sent."""
-        self._calls.map_memory(session, register, described)
-
-    def unmap_memory(self, session: Any, epoch: int) -> None:
-        """Have an epoch unmapped that the peer has taken back and nothing uses, and then Unregistered sent."""
-        self._calls.unmap_memory(session, epoch)
+        self.calls.report(event)
 
     def closed(self, session: Any) -> None:
         """Called when a session has ended."""
@@ -97,12 +89,8 @@ class Endpoint:
         frames, self.out = self.out, []
         return frames
 
-    def next_deadline(self) -> float | None:
-        """The time at which `on_time` is next due; None if only a frame or a call can change anything."""
-        return self.timers.next()
-
     def on_time(self, now: float) -> None:
-        """Resend, give up and expire everything that is due."""
+        """Resend, give up and expire everything that is due; `timers.next` says when it is to be called."""
         self.timers.run(now)
         self._after(now)
 

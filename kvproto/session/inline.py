@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 import attrs
 
+from kvproto.copying.streams import Piece, Receiver
 from kvproto.errors import RemoteError
 from kvproto.session.core import Session
 from kvproto.session.limits import MAX_CREDIT
 from kvproto.session.records import SourceAttempt
-from kvproto.session.stream import SinkStream, SourceStream, StreamPiece, StreamReader, StreamWriter
+from kvproto.session.stream import SinkStream, SourceStream, StreamWriter
 from kvproto.wire import messages as m
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature
 
@@ -28,11 +29,8 @@ class DataWriter(StreamWriter, Protocol):
     def allow(self, bytes: int) -> None:
         """Allow `bytes` more bytes to be packed."""
 
-    def restart(self) -> None:
-        """Fail the streams under way, whose bytes may be lost, and withdraw all credit (KVP-INL-RESUMED)."""
 
-
-class DataReader(StreamReader, Protocol):
+class DataReader(Receiver, Protocol):
     """At the sink: the streams of one source."""
 
     window: int
@@ -46,15 +44,12 @@ class SourceInline(SourceStream):
     """The source's half, which receives Credit and sends Data."""
 
     kind = CreditKind.INLINE
-
-    def __init__(self, session: Session, writer: DataWriter) -> None:
-        super().__init__(session)
-        self._writer = writer
-        self._sent = self._total = 0
+    _writer: DataWriter
+    _sent = _total = 0
 
     def reconnected(self) -> None:
         self._sent = self._total = 0
-        self._writer.restart()
+        super().reconnected()
 
     def grant(self, credit: m.Credit) -> None:
         """Allow the bytes of a Credit; raises RemoteError(CREDIT) for a total out of range (KVP-INL-CREDIT)."""
@@ -65,7 +60,7 @@ class SourceInline(SourceStream):
         self._writer.allow(total - self._total)
         self._total = total
 
-    def send(self, attempt: SourceAttempt, piece: StreamPiece, begins: tuple[m.Begin, ...]) -> m.Chunk | m.Data:
+    def send(self, attempt: SourceAttempt, piece: Piece, begins: tuple[m.Begin, ...]) -> m.Chunk | m.Data:
         said = super().send(attempt, piece, begins)
         self._sent += len(said.data) if isinstance(said, m.Data) else 0
         return said
@@ -103,10 +98,10 @@ class SinkInline(SinkStream):
     """The sink's half, which sends Credit and receives Data."""
 
     feature, piece = Feature.INLINE, m.Data
+    _reader: DataReader
 
     def __init__(self, session: Session, epoch: int, reader: DataReader) -> None:
         super().__init__(session, epoch, reader)
-        self._streams = reader
         self._came = Came()
 
     def reconnected(self) -> None:
@@ -116,12 +111,12 @@ class SinkInline(SinkStream):
         assert isinstance(message, m.Data)  # checked by `Pieces`
         self._came.count(len(message.data))
         self._check_begins(self._piece_of(message), message)
-        self._streams.data(message)
+        self._reader.data(message)
 
     def credit(self) -> m.Credit | None:
         """A Credit that grants what has been unpacked, once that is at least a quarter of the window."""
-        total = self._came.bytes + self._streams.window
-        if total - self._came.total < max(self._streams.window // 4, 1):
+        total = self._came.bytes + self._reader.window
+        if total - self._came.total < max(self._reader.window // 4, 1):
             return None
         self._came.total = total
         return m.Credit(session=self._session.session, kind=CreditKind.INLINE, total=total)

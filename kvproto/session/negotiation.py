@@ -8,7 +8,7 @@ from kvproto.errors import RemoteError, listed
 from kvproto.session.limits import MAX_TRANSFERS
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode, Feature
-from kvproto.wire.messages import Limits, VersionRange, Welcome
+from kvproto.wire.messages import Limits, Version, VersionRange, Welcome
 
 SPOKEN = (VersionRange(major=tables.MAJOR, min_minor=0, max_minor=tables.MINOR),)
 """The versions that this package supports."""
@@ -28,17 +28,12 @@ class Terms:
     versions: tuple[VersionRange, ...] = SPOKEN
 
 
-@attrs.frozen
-class Chosen:
-    """The version and features of a session, as Welcome states them."""
-
-    major: int
-    minor: int
-    features: tuple[int, ...]
+Chosen = tuple[Version, tuple[int, ...]]
+"""The version and features of a session, as Welcome states them."""
 
 
 def negotiate(sink: Terms, source: Terms) -> Chosen:
-    """Choose version and features (KVP-NEG-*); raises RemoteError: NO_VERSION or FEATURE_MISSING."""
+    """Choose the version and the features of Welcome (KVP-NEG-*); raises RemoteError: NO_VERSION, FEATURE_MISSING."""
     spoken = {versions.major: versions for versions in source.versions}
     both = [(versions, spoken[versions.major]) for versions in sink.versions if versions.major in spoken]
     common = [(a.major, max(a.min_minor, b.min_minor), min(a.max_minor, b.max_minor)) for a, b in both]
@@ -52,7 +47,7 @@ def negotiate(sink: Terms, source: Terms) -> Chosen:
             ours, theirs = (offered, missing) if path == "needed" else (missing, offered)
             advice = "offer it, or do not need it"
             raise RemoteError(ErrorCode.FEATURE_MISSING, path, _names(ours), _names(theirs), advice)
-    return Chosen(*version, tuple(sorted(set(sink.offered) & set(source.offered))))
+    return Version(major=version[0], minor=version[1]), tuple(sorted(set(sink.offered) & set(source.offered)))
 
 
 _BUG = "this is a bug of the source"

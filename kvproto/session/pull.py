@@ -84,7 +84,7 @@ class SourcePull(Extension):
         if session.answered(message.request):
             attempt.loan, attempt.fetched, attempt.served = None, True, True
             session.move(attempt, "Pulled")
-            session.host.transfer_read(attempt, message.bytes)
+            session.host.calls.transfer_read(attempt, message.bytes)
 
     def _renew(self, message: m.Renew, now: float) -> None:
         attempt = self._session.transfers.find(message)
@@ -135,7 +135,7 @@ class SinkPull(Delivery):
         session.move(attempt, "Offer")
         if attempt.state == TransferState.OFFERED:
             attempt.lease = Lease.of(message, attempt.asked)
-            self._renew_in_time(attempt, attempt.lease, now)
+            self._renew(attempt, now)
             session.host.ended(session, attempt)
 
     def take_early(self) -> list[m.Offer]:
@@ -178,27 +178,21 @@ class SinkPull(Delivery):
         )
         session.move(attempt, "Pulled")
 
-    def _renew_in_time(self, attempt: SinkAttempt, lease: Lease, now: float) -> None:
-        if lease.renew_at > now:
-            self._session.host.timers.at(lease.renew_at, lambda at: self._renew(attempt, at))
-        else:
-            self._renew(attempt, now)
-
     def _renew(self, attempt: SinkAttempt, now: float) -> None:
-        """Send Renew, if that is still due."""
+        """Send Renew, if that is still due, or set the timer to do so."""
         lease, session = attempt.lease, self._session
-        due = lease is not None and lease.renewal is None and now >= lease.renew_at
-        if lease is None or not due or session.state != SessionState.READY:
-            return
-        session.move(attempt, "Renew")
-        lease.sent = now
-        lease.renewal = session.request(
-            m.Renew,
-            now,
-            **attempt.ids,
-            lease=lease.offer.lease,
-            on_error=lambda error, now: session.transfers.lose(attempt, error),
-        )
+        if lease is not None and now < lease.renew_at:
+            session.host.timers.at(lease.renew_at, lambda at: self._renew(attempt, at))
+        elif lease is not None and lease.renewal is None and session.state == SessionState.READY:
+            session.move(attempt, "Renew")
+            lease.sent = now
+            lease.renewal = session.request(
+                m.Renew,
+                now,
+                **attempt.ids,
+                lease=lease.offer.lease,
+                on_error=lambda error, now: session.transfers.lose(attempt, error),
+            )
 
     def _renewed(self, message: m.Renewed, now: float) -> None:
         attempt = self._session.transfers.find(message)

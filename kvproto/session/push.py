@@ -48,19 +48,14 @@ class Delivery(Extension):
     """The way of bytes into one epoch of the sink's memory; the base class of SinkPush, SinkStream and SinkPull."""
 
     _session: SinkSession
-    polled = False
-    """Whether `advance` has to be called, as copies of this side end without notice."""
     ready = True
     """Whether transfers may run, once the session is READY."""
     process: m.Process | None = None
     """The process that writes, if its end is proof that none of its writes can arrive any more (KVP-REG-DEATH)."""
+    streamed_by: int | None = None
+    """The transport by which the source packs bytes, unless it writes the pages itself."""
     provable = False
     """Whether the source can prove that no write can arrive any more; False if this side's own copies write."""
-
-    @property
-    def streamed_by(self) -> int | None:
-        """The transport by which the source packs bytes, unless it writes the pages itself."""
-        return None
 
     def begin(self, attempt: SinkAttempt, unpacker: Unpacker | None) -> None:
         """Called before the Transfer of an attempt is sent."""
@@ -84,7 +79,7 @@ class Delivery(Extension):
         """Called when the source has reported the memory as unmapped and PROVEN (KVP-EPO-PROOF)."""
 
     def advance(self) -> None:
-        """Send what has become due since the last frame."""
+        """Send what has become due since the last frame, as copies of this side end without notice."""
 
 
 class DoneHandler(Extension):
@@ -119,14 +114,11 @@ class SinkPush(Delivery):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self.transport = 0
-        """The transport that the source chose."""
         self.dead = self._unmapped = False
         """Whether the writer's process has ended, or has given the memory back."""
 
     def registered(self, message: m.Registered, proving: Collection[int]) -> None:
         """Note how the source has mapped this side's memory; with a transport in `proving`, its death is proof."""
-        self.transport = int(message.transport)
         self.process = message.process if message.transport in proving else None
 
     def begin_at(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:

@@ -121,23 +121,9 @@ class SourceAttempt(Attempt):
         """Whether the sink may still read what it was offered."""
         return self.loan is not None and now < self.loan.end
 
-    def accept(self, progress: Callable[[], RequestState]) -> None:
-        """Answer the Transfer with Accepted, as its ticket is right."""
-        self.session.transfers.accept(self, progress)
-
     def fail(self, error: KvprotoError, now: float) -> None:
         """End it with Failed; see `SourceTransfers.fail`."""
         self.session.transfers.fail(self, error, now)
-
-    def want_all(self, now: float) -> None:
-        """Ask the sink to grant all items that it has not granted yet, as prefill is over."""
-        if self.session.intent is not None:
-            self.session.intent.progress(self, None, now)
-
-    def free_offered(self) -> None:
-        """Send Released for items that the sink has read, as the engine may free them."""
-        if self.session.pull is not None:
-            self.session.pull.released(self)
 
 
 @attrs.define(eq=False)

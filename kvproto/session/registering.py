@@ -195,17 +195,13 @@ class Holder(Extension):
         """The epochs that are mapped, by number."""
         self.unregisters = False
         """Whether the peer has ever taken an epoch back."""
-        self._first = self._last = 0
+        self.first = self._last = 0
+        """The first epoch that was mapped, 0 if the peer has never registered memory; and the last that it named."""
         self._asked: _Asked | None = None
         self._early: tuple[m.Register, float] | None = None
         """A Register that came while the plan that it names is being made, and the time at which it came."""
         self._gone: OrderedDict[int, m.Unregistered] = OrderedDict()
         """The answers for the epochs that were returned last, by number."""
-
-    @property
-    def registered(self) -> bool:
-        """Whether the peer has ever registered memory here."""
-        return bool(self._first)
 
     @property
     def open(self) -> list[int]:
@@ -217,10 +213,6 @@ class Holder(Extension):
         early = self._early[0] if self._early is not None else None
         register = self._asked.register if self._asked is not None else early
         return register is not None and register.epoch == number
-
-    def credited(self, credit: m.Credit) -> Epoch | None:
-        """The epoch that a Credit is for; None if it was returned."""
-        return self.epochs.get(credit.epoch or self._first)
 
     def reconnected(self) -> None:
         for epoch in self.epochs.values():
@@ -237,7 +229,7 @@ class Holder(Extension):
             return
         if self._access == Access.READ and before == SessionState.REGISTERING:
             return  # it has overtaken the Registered of this side, and will be sent again
-        if (self._first or self._asked is not None) and not self._may_follow(message):
+        if (self.first or self._asked is not None) and not self._may_follow(message):
             return
         if before == SessionState.READY and session.part(Describing).pending:
             self._early = message, now
@@ -251,7 +243,7 @@ class Holder(Extension):
             return
         self._last = message.epoch
         self._asked = _Asked(message, session.described, overlaps)
-        session.host.map_memory(session, message, session.described)
+        session.host.calls.map_memory(session, message, session.described)
 
     def planned(self) -> None:
         early, self._early = self._early, None
@@ -293,7 +285,7 @@ class Holder(Extension):
             plan=described.plan.digest,
             process=process,
         )
-        columns, self._first = {c.group: c for c in register.columns}, self._first or register.epoch
+        columns, self.first = {c.group: c for c in register.columns}, self.first or register.epoch
         epoch = self.epochs[register.epoch] = Epoch(register.epoch, described, columns, asked.overlaps, answer)
         self._session.notice(answer)
         return epoch
@@ -327,7 +319,7 @@ class Holder(Extension):
         for epoch in self.epochs.values():
             if epoch.back is not None and not epoch.unmapping and not self._busy(epoch):
                 epoch.unmapping = True
-                self._session.host.unmap_memory(self._session, epoch.number)
+                self._session.host.calls.unmap_memory(self._session, epoch.number)
 
     def unmapped(self, number: int) -> None:
         """Answer Unregistered, as the memory that `unmap_memory` named is unmapped."""
@@ -348,8 +340,7 @@ class Holder(Extension):
 
 def _check(message: m.Register, access: Access, described: Described) -> Overlaps:
     """Check a Register (KVP-REG-*); returns which of its columns overlap. Raises RemoteError."""
-    digests = described.of_source.digest, described.of_sink.digest
-    for field, ours, theirs in zip(("source", "sink"), digests, (message.source, message.sink), strict=True):
+    for field, ours, theirs in zip(("source", "sink"), described.digests, (message.source, message.sink), strict=True):
         if ours != theirs:
             raise RemoteError(ErrorCode.DESCRIPTION_MISMATCH, field, ours.hex(), bytes(theirs).hex(), "describe again")
     if message.access != access:

@@ -84,6 +84,7 @@ class SinkSession(Session):
 
     @property
     def resuming(self) -> bool:
+        """Whether this side has asked to resume over another connection, on which counts begin at 0 again."""
         return self._peer is not None and self.asks(self._hello)
 
     def concerned(self, message: m.Message) -> bool:
@@ -214,8 +215,7 @@ class SinkSession(Session):
     def advance(self) -> None:
         """Grant slots that have become free, which happens without notice."""
         for delivery in self.deliveries:
-            if delivery.polled:
-                delivery.advance()
+            delivery.advance()
 
     def unmap_unused(self) -> None:
         """Have memory of the source unmapped that it has taken back and that is not read any more."""
@@ -236,6 +236,7 @@ class SinkSession(Session):
             if stream.feature not in self.features:
                 mine, yours = stream.feature.name, "packed bytes without it"
                 raise RemoteError(ErrorCode.FEATURE_MISSING, "transport", mine, yours, f"negotiate {mine}")
+            stream.streamed_by = int(message.transport)
         delivery.registered(message, self._proving)
         return delivery
 
@@ -248,12 +249,9 @@ class SinkSession(Session):
         self.tell(Refused(self.name, self.revoked, by_us=False))
         self.lose(str(self.revoked))
 
-    def _heard_refused(self, message: m.Refused, now: float) -> None:
-        self.refused(message, now)
-
     handlers = (
         *Session.handlers,
         (m.Error, _ended),
         (m.Welcome, _welcome),
-        (m.Refused, _heard_refused),
+        (m.Refused, refused),
     )

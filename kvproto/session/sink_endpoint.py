@@ -82,7 +82,7 @@ class SinkCalls(EndpointCalls, Protocol):
 class SinkEndpoint(Endpoint):
     """All sessions of one sink rank with one source replica."""
 
-    _calls: SinkCalls
+    calls: SinkCalls
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class SinkEndpoint(Endpoint):
         is a heap that endpoints share (None: one of its own). Call `expose` before `dial`.
         """
         super().__init__(me, geometry)
-        self._calls = calls
+        self.calls = calls
         if timers is not None:
             self.timers = SharedTimers(timers, calls.needs_turn)
         self._seed, self._features, self._proving, self._replica = seed, features, proving, replica
@@ -161,7 +161,7 @@ class SinkEndpoint(Endpoint):
     def send(self, conn: Hashable, frame: bytes) -> None:
         """Queue a frame for a connection."""
         if not self.out:
-            self._calls.needs_turn()
+            self.calls.needs_turn()
         self.out.append((conn, frame))
 
     def tell(self, session: SinkSession, event: Event) -> None:
@@ -243,7 +243,7 @@ class SinkEndpoint(Endpoint):
             ]
             if not transfer.unproven:
                 del self._unproven[transfer]
-                self._calls.proven(transfer)
+                self.calls.proven(transfer)
         if not self._unproven and self._asking is not None:
             self._asking.cancel()
             self._asking = None
@@ -532,7 +532,7 @@ class SinkEndpoint(Endpoint):
             self._act_on_events(now)
         if not self.ready and self.plan is not None and self._all_ready():
             self.ready = True
-            self._calls.ready()
+            self.calls.ready()
         for session in self.sessions.values() if self._streams else ():
             session.advance()
         if self._unpacking:
@@ -555,7 +555,7 @@ class SinkEndpoint(Endpoint):
     def _conclude(self, session: SinkSession, event: Event, now: float) -> None:
         if isinstance(event, Connected):
             self._planned(session, now)
-            self._calls.planned(event)
+            self.calls.planned(event)
             return
         if isinstance(event, Refused):
             self.refused = event.error
@@ -563,7 +563,7 @@ class SinkEndpoint(Endpoint):
             advice = self.advice(str(session.conn))
             lost = RemoteError(ErrorCode.PEER_LOST, "", f"a session with {session.name}", event.reason, advice)
             self.refused = self.refused or lost
-        self._calls.report(event)
+        self.calls.report(event)
 
     def _planned(self, session: SinkSession, now: float) -> None:
         """Act on a plan: register if there are routes, and greet the other ranks that have some."""
@@ -600,10 +600,10 @@ class SinkEndpoint(Endpoint):
                 self._fail(transfer, attempt.session.revoked or gone(located(attempt.session)), now)
             if transfer.error is None and attempt.lease is not None and not attempt.lease.reported:
                 attempt.lease.reported = True
-                self._calls.offered(attempt)
+                self.calls.offered(attempt)
         if transfer.error is None and (tokens := useful(attempts, transfer.useful)) != transfer.useful:
             transfer.useful = tokens
-            self._calls.useful(transfer)
+            self.calls.useful(transfer)
         for attempt in attempts:
             if (attempt.state != TransferState.ENDED and attempt.session.open) or attempt.reading:
                 return
@@ -635,14 +635,14 @@ class SinkEndpoint(Endpoint):
         attempts = transfer.parts.values()
         if transfer.error is None:
             done = {attempt.done.writer: attempt.done for attempt in attempts if attempt.done is not None}
-            self._calls.arrived(transfer, tuple([done[writer] for writer in sorted(done)]), now - transfer.started)
+            self.calls.arrived(transfer, tuple([done[writer] for writer in sorted(done)]), now - transfer.started)
             return
         transfer.unproven = [attempt for attempt in attempts if not attempt.delivery.free(attempt)]
         if transfer.unproven:
             self._unproven[transfer] = None
             if self._asking is None:
                 self._asking = self.timers.at(now, self._ask_late)
-        self._calls.lost(transfer, Proof.UNPROVABLE if transfer.unproven else Proof.PROVEN)
+        self.calls.lost(transfer, Proof.UNPROVABLE if transfer.unproven else Proof.PROVEN)
 
 
 def is_right(attempt: SinkAttempt, done: m.Done) -> bool:

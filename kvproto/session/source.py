@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from kvproto.errors import KvprotoError
 from kvproto.session.catalogue import SourceCatalogue
 from kvproto.session.core import Extension, Session
 from kvproto.session.describing import Describing
@@ -42,7 +41,8 @@ class SourceSession(Session):
         """`number` is the session id for Welcome."""
         super().__init__(host, conn)
         self.session, self.greeting, self.limits = number, hello.request, hello.limits
-        self.features, self.minor = chosen.features, chosen.minor
+        version, features = chosen
+        self.features, self.minor = features, version.minor
         self._met(Party(hello.engine, hello.replica, hello.rank, hello.incarnation))
         self.tickets_of_rank, self.refuses = host.tickets, host.refuses
         self.tickets = 0
@@ -53,7 +53,7 @@ class SourceSession(Session):
         self.holder = Holder(self, Access.WRITE, self.transfers.uses, self.transfers.end_epoch)
         self.pull = SourcePull(self) if self.pulls else None
         self.push = SourcePush(self) if self.pull is None else None
-        may_lack_items = Feature.INTENT in chosen.features and self.push is not None
+        may_lack_items = Feature.INTENT in features and self.push is not None
         self.intent = SourceIntent(self) if may_lack_items else None
         self.describing = Describing(self, source=True)
         extensions: list[Extension | None] = [
@@ -65,9 +65,9 @@ class SourceSession(Session):
             self.push,
             self.intent,
         ]
-        if not {Feature.STAGED, Feature.INLINE}.isdisjoint(chosen.features):
+        if not {Feature.STAGED, Feature.INLINE}.isdisjoint(features):
             extensions.append(Credits(self))
-        if Feature.CATALOGUE in chosen.features and host.catalogue is not None:
+        if Feature.CATALOGUE in features and host.catalogue is not None:
             extensions.append(SourceCatalogue(self, host.catalogue))
         for extension in extensions:
             if extension is not None:
@@ -75,7 +75,7 @@ class SourceSession(Session):
 
     def resumes(self, peer: Party, chosen: Chosen) -> bool:
         """Whether a Hello that names the session may resume it (KVP-SES-RESUME)."""
-        return self.open and self.peer == peer and (self.features, self.minor) == (chosen.features, chosen.minor)
+        return self.open and self.peer == peer and (self.minor, self.features) == (chosen[0].minor, chosen[1])
 
     @property
     def forgettable(self) -> bool:
@@ -101,22 +101,8 @@ class SourceSession(Session):
         if epoch is not None and writer is not None:
             epoch.stream = _STREAMS[writer.kind](self, writer)
 
-    def refuse_register(self, error: KvprotoError) -> None:
-        """Report that the sink's memory cannot be mapped."""
-        self.holder.refuse(error)
-
-    def unmapped(self, epoch: int) -> None:
-        """Report that the memory that `unmap_memory` named is unmapped."""
-        self.holder.unmapped(epoch)
-
     @property
     def owner(self) -> Owner:
         """The half that owns this rank's memory; only with PULL."""
         assert self.pull is not None
         return self.pull.owner
-
-    def expose(
-        self, number: int, memory: object, regions: tuple[m.Region, ...], columns: tuple[m.Columns, ...], now: float
-    ) -> None:
-        """Register this rank's memory with the sink, which reads it (feature PULL)."""
-        self.owner.register(number, memory, regions, columns, now)

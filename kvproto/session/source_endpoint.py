@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Protocol
 
+from kvproto.copying.streams import Piece
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Refused
 from kvproto.planning.geometry import Geometry
@@ -16,7 +17,6 @@ from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS
 from kvproto.session.negotiation import LIMITS, Terms, negotiate
 from kvproto.session.records import Answer, SourceAttempt
 from kvproto.session.source import SourceSession
-from kvproto.session.stream import StreamPiece
 from kvproto.session.table import SessionState
 from kvproto.session.tickets import TicketCalls, Tickets
 from kvproto.session.transfers import changed
@@ -41,7 +41,7 @@ class SourceEndpoint(Endpoint):
     """All sessions of one source rank."""
 
     sessions: dict[int, SourceSession]
-    _calls: SourceCalls
+    calls: SourceCalls
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class SourceEndpoint(Endpoint):
         NOT_ALLOWED for a peer that may not use a connection.
         """
         super().__init__(me, geometry)
-        self._calls, self.process, self._admit = calls, process, admit or (lambda conn, peer, role: None)
+        self.calls, self.process, self._admit = calls, process, admit or (lambda conn, peer, role: None)
         self._endpoints = tuple(m.Endpoint(rank=r, address=a) for r, a in sorted(endpoints.items()))
         self._features, self._mint = features, mint
         self._closed: set[int] = set()
@@ -69,7 +69,7 @@ class SourceEndpoint(Endpoint):
         self.catalogue: Catalogue | None = None
         """The pages to announce to sinks that watch, if any."""
         self.draining = False
-        """Whether new sessions and transfers are refused."""
+        """Whether new sessions and transfers are refused; those under way go on (KVP-SES-DRAINING)."""
         self._greetings: dict[Hashable, int] = {}
         """The last session that each connection opened."""
         self.over: set[int] = set()
@@ -82,10 +82,6 @@ class SourceEndpoint(Endpoint):
         """The minor versions of forgotten sessions whose writes are proven to have ended."""
         self._bare: OrderedDict[int, None] = OrderedDict()
         """Sessions whose sink has not described itself; some may have ended since."""
-
-    def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
-        """Note that a sink rank has read what it was offered."""
-        self._calls.transfer_read(attempt, count)
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
         """Handle one frame; whatever it holds, no other session is affected (KVP-ERR-ALONE)."""
@@ -138,7 +134,7 @@ class SourceEndpoint(Endpoint):
             self._check(hello, peer, session is None)
         except RemoteError as error:
             self.send(conn, encode(m.Refused(request=hello.request, **refusal(error))))
-            self._calls.report(Refused(str(peer), error, by_us=True))
+            self.calls.report(Refused(str(peer), error, by_us=True))
             return
         if session is not None and hello.request < session.greeting:
             return  # it is late: the sink has greeted again since (KVP-SES-LATE)
@@ -159,7 +155,7 @@ class SourceEndpoint(Endpoint):
         welcome = m.Welcome(
             session=session.session,
             request=hello.request,
-            version=m.Version(major=chosen.major, minor=chosen.minor),
+            version=chosen[0],
             engine=self.me.engine,
             incarnation=self.me.incarnation,
             rank=self.me.rank,
@@ -255,10 +251,6 @@ class SourceEndpoint(Endpoint):
             if session.open and session.has(SourceCatalogue):
                 session.part(SourceCatalogue).tell(kept)
 
-    def drain(self) -> None:
-        """Refuse new sessions and transfers from now on; those under way go on (KVP-SES-DRAINING)."""
-        self.draining = True
-
     def refuses(self, ticket: bytes) -> bool:
         """Whether to refuse Transfers of a ticket; once one rank of a sink has asked, the others are served as well."""
         return self.draining and not self.tickets.is_asked(ticket)
@@ -276,7 +268,7 @@ class SourceEndpoint(Endpoint):
         if session.open and not attempt.whole and session.intent is not None and Feature.SPANS in session.features:
             session.intent.progress(attempt, tokens, now)
 
-    def stream(self, attempt: SourceAttempt, piece: StreamPiece, begins: tuple[m.Begin, ...] = ()) -> None:
+    def stream(self, attempt: SourceAttempt, piece: Piece, begins: tuple[m.Begin, ...] = ()) -> None:
         """Send the next piece of the stream of a transfer; `begins` states where its late windows begin."""
         if attempt.epoch is not None:
             attempt.epoch.stream.send(attempt, piece, begins)

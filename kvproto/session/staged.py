@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from kvproto.session.core import Session
-from kvproto.session.stream import SinkStream, SourceStream, StreamReader, StreamWriter
+from kvproto.copying.streams import Receiver
+from kvproto.session.stream import SinkStream, SourceStream, StreamWriter
 from kvproto.wire import messages as m
 from kvproto.wire.enums import CreditKind, Feature
 
@@ -14,11 +14,8 @@ class SlotWriter(StreamWriter, Protocol):
     def grant(self, credit: m.Credit) -> None:
         """Add the slots of a Credit; raises RemoteError(CREDIT) (KVP-STG-TWICE)."""
 
-    def restart(self) -> None:
-        """Fail the streams under way, whose messages may be lost, and withdraw all slots (KVP-STG-RESUMED)."""
 
-
-class SlotReader(StreamReader, Protocol):
+class SlotReader(Receiver, Protocol):
     """At the sink: streams through staging slots."""
 
     def credit(self, session: int) -> m.Credit | None:
@@ -35,29 +32,20 @@ class SourceStaged(SourceStream):
     """The source's half, which sends a Chunk for what it has put into slots."""
 
     kind = CreditKind.STAGING
-
-    def __init__(self, session: Session, slots: SlotWriter) -> None:
-        super().__init__(session)
-        self._slots = slots
-
-    def reconnected(self) -> None:
-        self._slots.restart()
+    _writer: SlotWriter
 
     def grant(self, credit: m.Credit) -> None:
-        self._slots.grant(credit)
+        self._writer.grant(credit)
 
 
 class SinkStaged(SinkStream):
     """The sink's half, which grants slots and receives Chunk."""
 
     feature, piece = Feature.STAGED, m.Chunk
-
-    def __init__(self, session: Session, epoch: int, slots: SlotReader) -> None:
-        super().__init__(session, epoch, slots)
-        self._slots = slots
+    _reader: SlotReader
 
     def reconnected(self) -> None:
-        self._slots.restart()
+        self._reader.restart()
 
     def take(self, message: m.Chunk | m.Data) -> None:
         assert isinstance(message, m.Chunk)  # checked by `Pieces`
@@ -65,7 +53,7 @@ class SinkStaged(SinkStream):
         try:
             self._check_begins(attempt, message)
         finally:  # its slot has to become free again
-            self._slots.chunk(message)
+            self._reader.chunk(message)
 
     def credit(self) -> m.Credit | None:
-        return self._slots.credit(self._session.session)
+        return self._reader.credit(self._session.session)

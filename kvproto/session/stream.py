@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Protocol
 
 import attrs
 
+from kvproto.copying.streams import Piece, Receiver
 from kvproto.errors import RemoteError
 from kvproto.session.core import Extension, Handlers, Session
 from kvproto.session.push import SinkPush, Unpacker, check_begins, check_whole
@@ -21,31 +22,8 @@ class StreamWriter(Protocol):
     kind: ClassVar[CreditKind]
     """The unit of its credit."""
 
-
-class StreamPiece(Protocol):
-    """At the source: the next bytes of a stream."""
-
-    def notice(self, session: int, sequence: int) -> m.Chunk | m.Data:
-        """The message that carries or announces these bytes."""
-
-
-class StreamReader(Protocol):
-    """At the sink: streams from one source, named by sequence."""
-
-    kind: ClassVar[CreditKind]
-    """The unit of its credit."""
-
-    def open(self, sequence: int, packer: Any) -> None:
-        """Expect a stream."""
-
-    def check_end(self, sequence: int) -> None:
-        """Raise UNEXPECTED_MESSAGE if some of a stream has not come yet (KVP-STG-EARLY)."""
-
-    def finish(self, sequence: int) -> bool:
-        """Whether all of a stream is unpacked (KVP-STG-END); raises KvprotoError if something went wrong."""
-
-    def close(self, sequence: int) -> bool:
-        """Discard a stream; whether nothing of it is being unpacked any more."""
+    def restart(self) -> None:
+        """Fail streams under way, whose bytes may be lost; withdraw all credit (KVP-STG-RESUMED, KVP-INL-RESUMED)."""
 
 
 @attrs.frozen
@@ -53,7 +31,7 @@ class Registration:
     """The memory that a sink registers with one source rank."""
 
     regions: tuple[m.Region, ...] = attrs.field(repr=False)
-    readers: Mapping[int, StreamReader] = {}
+    readers: Mapping[int, Receiver] = {}
     """The readers of the source's streams, by transport, for transports that do not write the pages themselves."""
 
 
@@ -62,7 +40,8 @@ class Credits(Extension):
 
     def _credit(self, message: m.Credit, now: float) -> None:
         self._session.step("Credit")
-        epoch = self._session.part(Holder).credited(message)
+        holder = self._session.part(Holder)
+        epoch = holder.epochs.get(message.epoch or holder.first)
         if epoch is None:
             return  # it was returned in the meantime
         if epoch.stream is None or message.kind != epoch.stream.kind:
@@ -78,11 +57,18 @@ class SourceStream(Extension):
 
     kind: CreditKind
 
+    def __init__(self, session: Session, writer: StreamWriter) -> None:
+        super().__init__(session)
+        self._writer = writer
+
+    def reconnected(self) -> None:
+        self._writer.restart()
+
     def grant(self, credit: m.Credit) -> None:
         """Use a Credit of this kind; raises RemoteError(CREDIT)."""
         raise NotImplementedError
 
-    def send(self, attempt: SourceAttempt, piece: StreamPiece, begins: tuple[m.Begin, ...]) -> m.Chunk | m.Data:
+    def send(self, attempt: SourceAttempt, piece: Piece, begins: tuple[m.Begin, ...]) -> m.Chunk | m.Data:
         """Send a piece of the stream of an attempt; the first states where late windows begin (KVP-GRANT-LATE)."""
         said = piece.notice(self._session.session, attempt.sequence)
         for each in self.messages(attrs.evolve(said, begins=begins) if begins and not said.offset else said):
@@ -118,14 +104,7 @@ class SinkStream(SinkPush):
     piece: type[m.Chunk] | type[m.Data]
     """The message that carries its bytes, or announces them."""
 
-    polled = True
-
-    @property
-    def streamed_by(self) -> int:
-        """The transport that the source chose."""
-        return self.transport
-
-    def __init__(self, session: Session, epoch: int, reader: StreamReader) -> None:
+    def __init__(self, session: Session, epoch: int, reader: Receiver) -> None:
         super().__init__(session)
         self._epoch, self._reader = epoch, reader
         self._unopened: dict[int, Unpacker] = {}

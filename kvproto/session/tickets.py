@@ -118,9 +118,6 @@ class Tickets:
         self.touched: dict[TicketState, None] = {}
         """States to examine in the next `settle`; a set that was large once would stay slow to take from."""
 
-    def __len__(self) -> int:
-        return len(self._states)
-
     def __iter__(self) -> Iterator[TicketState]:
         return iter(self._states.values())
 
@@ -181,10 +178,6 @@ class Tickets:
             attempt.fail(error, now)
         self.touched[state] = None
 
-    def unasked(self) -> list[Any]:
-        """Requests that the engine has accepted but no sink has asked for."""
-        return [state.request for state in self._states.values() if state.content is not None and not state.users]
-
     # transfers
 
     def is_asked(self, key: bytes) -> bool:
@@ -237,7 +230,8 @@ class Tickets:
                 continue
             if state.finished and state.content is not None:
                 for attempt in state.asking():  # prefill is over: ask for the items that are not granted yet
-                    attempt.want_all(now)
+                    if attempt.session.intent is not None:
+                        attempt.session.intent.progress(attempt, None, now)
             if state.served(now):
                 continue
             if not state.finished and state.content is not None and state.error is None and not state.unwanted:
@@ -295,7 +289,7 @@ class Tickets:
             attempt.fail(error, now)
             return
         if attempt.state == TransferState.ASKED:
-            attempt.accept(state.progress)
+            session.transfers.accept(attempt, state.progress)
         state.waiting[session.session] = attempt
         self._serve(state)
 
@@ -332,8 +326,8 @@ class Tickets:
             self._used.popitem(last=False)
         for attempt in state.users.values():
             self._leave(attempt)
-            if attempt.fetched:
-                attempt.free_offered()
+            if attempt.session.pull is not None:
+                attempt.session.pull.released(attempt)
         state.users.clear()  # breaks a reference cycle, as each attempt refers to its ticket
 
     def _leave(self, attempt: SourceAttempt) -> None:

@@ -104,7 +104,7 @@ class SourceTransfers(Extension):
         session, holder = self._session, self._session.holder
         state = session.state if session.open else session.closed_in
         draining = session.refuses(bytes(message.ticket))
-        if state != SessionState.READY or not holder.registered or not (session.open or draining):
+        if state != SessionState.READY or not holder.first or not (session.open or draining):
             mine = f"session {session.state.value}"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, "Transfer", "register first")
         if draining:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
@@ -22,20 +22,10 @@ from kvproto.sink.registered_pool import RegisteredPool
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
+if TYPE_CHECKING:
+    from kvproto.sink.link import SourceLink
+
 _NO_ITEMS = np.empty(0, np.uint32)
-
-
-class FetchServer(Protocol):
-    """The link that requests a fetch from its source."""
-
-    def grant(self, fetch: "Fetch", grants: Mapping[int, Grants], whole: bool) -> None:
-        """Pass on items that the engine has named: everything granted so far, and whether that is `whole`."""
-
-    def abort(self, fetch: "Fetch", error: KvprotoError) -> None:
-        """Stop a fetch, which ends with this error."""
-
-    def give_up_late(self, fetch: "Fetch", now: float) -> None:
-        """Give up a fetch whose deadline has passed, unless its source watches it."""
 
 
 class Fetch(TicketHandle[Arrived]):
@@ -89,7 +79,7 @@ class Fetch(TicketHandle[Arrived]):
         """The items that the node knows as granted, by group id."""
         self.whole = not deferred
         """Whether that is everything, or no more is wanted."""
-        self.link: FetchServer | None = None
+        self.link: SourceLink | None = None
         """The link that has it; None until the node has found one."""
         self.transfer: SinkTransfer | None = None
         """The transfer of all source ranks; None while it waits for the link to be ready."""
@@ -170,7 +160,7 @@ class Fetch(TicketHandle[Arrived]):
         self.wanted, self._useful = (tokens,), self.end if tokens is None else tokens
         event = PagesWanted(self, self._useful, self.lengths(self._useful))
         if self._on_wanted is not None:
-            self._rank.call_back(lambda: self._ask(event))
+            self._rank._driver.later(lambda: self._ask(event))
         return event
 
     def arrive(self, event: Arrived) -> Arrived:
@@ -247,7 +237,7 @@ class Fetch(TicketHandle[Arrived]):
             if group.name not in groups or not need:
                 grants[group.id] = attrs.evolve(grant, items=_NO_ITEMS)
                 continue
-            table = table_of(layout, pages, group.name, skip, skip + need, f"{grant.first + grant.count} tokens")
+            table = table_of(layout, pages, group, skip, skip + need, f"{grant.first + grant.count} tokens")
             items = table[skip : skip + need]
             check_distinct(group, items, skip)
             known = before.items if before is not None and before.items is not None else _NO_ITEMS

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -13,7 +13,7 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError,
 from kvproto.events import Connected, Event, Refused
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.rank.background import Background
-from kvproto.rank.pool import RankPool
+from kvproto.rank.pool import Pool
 from kvproto.session import Party, SinkEndpoint, limits
 from kvproto.session.descriptions import Described
 from kvproto.session.records import SinkAttempt, SinkTransfer
@@ -28,28 +28,15 @@ from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode, Feature, Proof
 from kvproto.wire.messages import Done, Grants, Register
 
-
-class LinkHost(Protocol):
-    """The rank that gives links their turns."""
-
-    def needs_turn(self, link: "SourceLink") -> None:
-        """Give a link a turn soon."""
-
-    def report(self, link: "SourceLink", event: Event) -> None:
-        """Pass an event to the engine."""
-
-    def fetch(self, fetch: Fetch) -> None:
-        """Request a fetch, or request it again, over the current link to its source."""
-
-    def send(self, link: "SourceLink", address: str, frame: bytes) -> None:
-        """Send a frame; raises KvprotoError for an address that cannot be used."""
+if TYPE_CHECKING:
+    from kvproto.sink.node import SinkNode
 
 
 @attrs.frozen
 class LinkContext:
     """The objects that all links of a sink rank share."""
 
-    host: LinkHost
+    host: "SinkNode"
     party: Party
     transports: tuple[Transport, ...]
     readers: tuple[Transport, ...]
@@ -162,7 +149,7 @@ class SourceLink:
             self._forget(fetch)
         elif fetch.registered is not None:
             fetch.registered.lent.quarantine.hold(fetch, fetch.grants)
-        self._report(fetch.lose(error, proven))
+        self.report(fetch.lose(error, proven))
 
     def _forget(self, fetch: Fetch) -> None:
         """Forget a fetch whose pages nothing can write any more."""
@@ -175,7 +162,7 @@ class SourceLink:
 
     # pools
 
-    def adaptable(self, pool: RankPool) -> bool:
+    def adaptable(self, pool: Pool) -> bool:
         """Whether its sessions can go on with this pool."""
         return not self.over and self.endpoint.adaptable(pool.layout.geometry)
 
@@ -206,7 +193,7 @@ class SourceLink:
         if not self.over:
             self.endpoint.refused = error
             self.fail(error)
-            self._report(Refused(address, error, by_us))
+            self.report(Refused(address, error, by_us))
             self.needs_turn()
 
     def fail(self, error: KvprotoError) -> None:
@@ -332,7 +319,7 @@ class SourceLink:
     def _want(self, fetch: Fetch, tokens: int | None) -> None:
         """Report to the engine, once, that items are of use up to this token (None: all of them)."""
         if (event := fetch.want(tokens)) is not None:
-            self._report(event)
+            self.report(event)
 
     def _check_axes(self, registered: RegisteredPool, fetch: Fetch) -> None:
         """Raise LocalError for an axis of the prompt that no group of either side has."""
@@ -342,9 +329,6 @@ class SourceLink:
             mine = f"axes of {sorted(known)}" if known else "none, as all caches of both sides are of tokens"
             raise LocalError(ErrorCode.OUT_OF_RANGE, "prompt.axes", mine, repr(unknown[0]))
 
-    def _report(self, event: Event) -> None:
-        self._context.host.report(self, event)
-
     # calls of the endpoint
 
     def needs_turn(self) -> None:
@@ -352,7 +336,7 @@ class SourceLink:
             self._context.host.needs_turn(self)
 
     def report(self, event: Event) -> None:
-        self._report(event)
+        self._context.host.report(self, event)
 
     def planned(self, event: Connected) -> None:
         self._agreed = event
@@ -360,13 +344,16 @@ class SourceLink:
 
     def ready(self) -> None:
         if self._agreed is not None:
-            self._report(self._agreed)  # the engine learns of a plan when it can be used
+            self.report(self._agreed)  # the engine learns of a plan when it can be used
 
     def map_memory(self, session: SinkSession, register: Register, described: Described) -> None:
-        self._noted.append(lambda: self._puller.map(session, register, described, self._pools.pool, self._pools.asleep))
+        pools = self._pools
+        self._noted.append(
+            lambda: self._puller.map(session, register, described, pools.pool, asleep=pools.current is None)
+        )
 
     def unmap_memory(self, session: SinkSession, epoch: int) -> None:
-        self._puller.unmap(session, epoch)
+        self._puller.unmapping.add((session, epoch))
 
     def useful(self, transfer: SinkTransfer) -> None:
         self._want(transfer.fetch, transfer.useful)
@@ -388,9 +375,10 @@ class SourceLink:
         self._context.verification.add(Arrival(self, fetch, fetch.registered, done, seconds), verify)
 
     def verified(self, arrival: Arrival) -> None:
+        """End a fetch whose checksums are all computed."""
         del self._context.unreached[self.replica]
         self._forget(arrival.fetch)
-        self._report(arrival.outcome())
+        self.report(arrival.outcome())
 
     def lost(self, transfer: SinkTransfer, proof: Proof) -> None:
         if self._closed:
@@ -416,7 +404,7 @@ class SourceLink:
             return
         fetch.registered.lent.quarantine.free(fetch)
         self._forget(fetch)
-        self._report(fetch.free())
+        self.report(fetch.free())
 
     def _request_again(self, fetch: Fetch) -> None:
         """Request a fetch over another link, as the source goes on but has forgotten this one."""
@@ -460,11 +448,6 @@ class RegisteredPools:
         self._former: list[RegisteredPool] = []
         """Earlier pools, or earlier plans of the same one, that a source may still write."""
         self.expose(lent)
-
-    @property
-    def asleep(self) -> bool:
-        """Whether there is no pool."""
-        return self.current is None
 
     def expose(self, lent: LentSinkPool) -> None:
         """Register a pool under the current plan; fetches under way end under the earlier one."""

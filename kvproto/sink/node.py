@@ -3,17 +3,16 @@
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Literal
 
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.events import Disconnected, Event, Refused
 from kvproto.net import RECEIVE_TIME, Dialer
-from kvproto.options import QUARANTINE, Spread
+from kvproto.options import Options
 from kvproto.rank.background import Background
 from kvproto.rank.handles import free_pools
-from kvproto.rank.pool import RankPool
+from kvproto.rank.pool import Pool
 from kvproto.rank.registration import features_of
 from kvproto.session import Party
 from kvproto.session.records import Counters
@@ -57,24 +56,17 @@ class SinkNode:
     def __init__(
         self,
         party: Party,
-        pool: RankPool,
+        pool: Pool,
         dialer: Dialer,
-        *,
-        verify: bool | Literal["pages"] = True,
+        options: Options,
         transports: Sequence[Transport] = (),
-        pull: bool = False,
-        quarantine: float = QUARANTINE,
-        spread: Spread = "even",
-        cold_draft: bool = False,
-        eager: bool = True,
-        ticket_wait: float | None = None,
     ) -> None:
-        """See `kvproto.Options`; the transports are offered in order of preference."""
+        """The transports are offered in order of preference."""
         boot_id()  # cached now, as a turn without a free descriptor could not read it
-        self._dialer, self._share, self._eager = dialer, quarantine, eager
+        self._dialer, self._share, self._eager = dialer, options.quarantine, options.eager
         self.pool = pool
         """The current pool, or the last one while asleep."""
-        self._lent: LentSinkPool | None = LentSinkPool(1, pool, quarantine=Quarantine(pool.layout, quarantine))
+        self._lent: LentSinkPool | None = LentSinkPool(1, pool, quarantine=Quarantine(pool.layout, options.quarantine))
         """The pool that fetches go into; None while asleep."""
         self._leaving: list[LentSinkPool] = []
         """Pools that were taken back, until nothing can use them any more."""
@@ -84,9 +76,9 @@ class SinkNode:
         """The epoch of the current pool, or of the last one while asleep."""
         self.transports = tuple(transports) or (default(pool.memories),)
         readers = tuple(t for t in self.transports if t.capabilities.reads) or (default(pool.memories),)
-        features = features_of(self.transports, verify, pull, spread, cold_draft)
-        background, readers = Background(), readers if pull else ()
-        self._context = LinkContext(self, party, self.transports, readers, features, background, ticket_wait)
+        features = features_of(self.transports, options)
+        background, readers = Background(), readers if options.pull else ()
+        self._context = LinkContext(self, party, self.transports, readers, features, background, options.ticket_wait)
         self.sources: dict[Replica, tuple[str, bytes | None]] = {}
         """The address and public key of each source replica."""
         self._links: dict[Replica, SourceLink] = {}
@@ -108,9 +100,9 @@ class SinkNode:
         self._dying: list[_Writer] = []
         """Writers that have ended, with frames that are still to be received."""
         self._filenos: tuple[object, Mapping[int, object]] = None, {}
+        """The dialer's descriptors, and all descriptors that include them."""
         self._bells: dict[int, Transport] = {}
         """Transports by the descriptors on which they announce the end of copies."""
-        """The dialer's descriptors, and all descriptors that include them."""
         self._events: list[Event] = []
         self._resends = 0
         """Messages sent again by links that are gone."""
@@ -161,7 +153,7 @@ class SinkNode:
         self._retire(replica, reason)
 
     def fetch(self, fetch: Fetch) -> None:
-        """Request a fetch, which ends with Arrived or Lost; a lost source is greeted again.
+        """Request a fetch, or request it again; it ends with Arrived or Lost. A lost source is greeted again.
 
         It is lost with DEADLINE if the source does not accept it within its `seconds`, and with POOL_MOVED unless its
         epoch is current.
@@ -202,7 +194,7 @@ class SinkNode:
             self._set_aside(replica)
         return leaving
 
-    def move(self, pool: RankPool, epoch: int) -> LentSinkPool | None:
+    def move(self, pool: Pool, epoch: int) -> LentSinkPool | None:
         """Use another pool from now on; fetches under way end in the old one, until PoolFree reports it."""
         leaving, self.pool, self.epoch = self._lent, pool, epoch
         self._lent = LentSinkPool(epoch, pool, quarantine=Quarantine(pool.layout, self._share))
@@ -245,6 +237,7 @@ class SinkNode:
     # calls of links
 
     def needs_turn(self, link: SourceLink) -> None:
+        """Give a link a turn soon."""
         self._awake[link] = None
 
     def report(self, link: SourceLink, event: Event) -> None:
@@ -259,6 +252,7 @@ class SinkNode:
         self._events.append(event)
 
     def send(self, link: SourceLink, address: str, frame: bytes) -> None:
+        """Send a frame; raises KvprotoError for an address that cannot be used."""
         self._dialer.send((link, address), frame, link.server)
 
     # turns

@@ -1,7 +1,9 @@
 """Pages of lost transfers that a peer may still write: counted, limited, and freed only by proof (KVP-END-REUSE)."""
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 
+from kvproto.copying.grants import size_of
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
@@ -14,13 +16,13 @@ class Quarantine:
     def __init__(self, layout: RankLayout, share: float) -> None:
         """`share` of a group's items, 0 to 1, may be in quarantine before `check` raises."""
         self._layout, self._share = layout, share
-        self._held: dict[Hashable, dict[int, int]] = {}
+        self._held: dict[Hashable, Counter[int]] = {}
         self.counts: dict[int, int] = {}
         """The number of items by group id; never modified in place, so that any thread may read it."""
 
     def hold(self, fetch: Hashable, grants: Mapping[int, Grants]) -> None:
         """Add the pages of a fetch that was lost while its writes may still arrive."""
-        self._held[fetch] = {id: 0 if grant.items is None else len(grant.items) for id, grant in grants.items()}
+        self._held[fetch] = Counter({id: size_of(grant) for id, grant in grants.items()})
         self._count()
 
     def free(self, fetch: Hashable) -> None:
@@ -42,8 +44,4 @@ class Quarantine:
                 )
 
     def _count(self) -> None:
-        counts: dict[int, int] = {}
-        for items in self._held.values():
-            for group, count in items.items():
-                counts[group] = counts.get(group, 0) + count
-        self.counts = {group: count for group, count in counts.items() if count}
+        self.counts = dict(sum(self._held.values(), Counter()))

@@ -9,8 +9,8 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.errors import KvprotoError
 from kvproto.planning.plan import Route
-from kvproto.rank.pool import RankPool
-from kvproto.rank.registration import PeerMapping, PeerMemory, map_peer
+from kvproto.rank.pool import Pool
+from kvproto.rank.registration import PeerMapping, map_peer
 from kvproto.session import SinkEndpoint
 from kvproto.session.descriptions import Described
 from kvproto.session.records import SinkAttempt
@@ -30,7 +30,7 @@ class _Pull:
     attempt: SinkAttempt
     offer: Offer
     sinks: dict[int, Window]
-    into: RankPool
+    into: Pool
     routes: tuple[Route, ...]
     peer: PeerMapping | None = None
     program: CopyProgram | None = None
@@ -46,8 +46,8 @@ class Puller:
         self._endpoint, self._transports = endpoint, transports
         self._peers: dict[tuple[SinkSession, int], PeerMapping] = {}
         """The mapped memory of sources, by session and epoch."""
-        self._unmapping: set[tuple[SinkSession, int]] = set()
-        """Mappings that sources have asked to take back."""
+        self.unmapping: set[tuple[SinkSession, int]] = set()
+        """Mappings that sources have asked to take back, until nothing reads them."""
         self._pulls: list[_Pull] = []
 
     @property
@@ -63,45 +63,39 @@ class Puller:
         intervals = [p.peer.transport.capabilities.poll_interval for p in self._pulls if p.peer is not None]
         return min((seconds for seconds in intervals if seconds is not None), default=None)
 
-    def map(self, session: SinkSession, register: Register, described: Described, pool: RankPool, asleep: bool) -> None:
+    def map(self, session: SinkSession, register: Register, described: Described, pool: Pool, asleep: bool) -> None:
         """Map a source's memory with its first transport that works here, to read it into `pool` or a later one."""
         if not session.open:  # it has said Goodbye in the meantime
             return
-        asked = PeerMemory(session.session, register, described)
         try:
             there = RankLayout(described.source, session.peer.rank, {c.group: c for c in register.columns})
             pair = Pair(described.routes, there, pool.layout)
-            peer = map_peer(asked, self._transports, pair, None if asleep else pool.memories, writes=False)
+            own = None if asleep else pool.memories
+            peer = map_peer(register, described, self._transports, pair, own, writes=False)
         except KvprotoError as error:
             self._endpoint.refuse_register(session, error.kept(), time.monotonic())
             return
         self._peers[session, register.epoch] = peer
         self._endpoint.accept_register(session, peer.transport.capabilities.code, time.monotonic())
 
-    def unmap(self, session: SinkSession, epoch: int) -> None:
-        """Unmap an epoch of a source once nothing reads it."""
-        self._unmapping.add((session, epoch))
-
-    def offered(
-        self, attempt: SinkAttempt, sinks: dict[int, Window], into: RankPool, routes: tuple[Route, ...]
-    ) -> None:
+    def offered(self, attempt: SinkAttempt, sinks: dict[int, Window], into: Pool, routes: tuple[Route, ...]) -> None:
         """Read an offer as soon as possible, by these routes; `sinks` are this side's windows by group id."""
         assert attempt.lease is not None
         self._pulls.append(_Pull(attempt, attempt.lease.offer, sinks, into, routes))
 
     def advance(self) -> bool:
         """Start, stop and finish copies; whether any has ended, so that the endpoint may have events."""
-        if not (self._pulls or self._peers or self._unmapping):
+        if not (self._pulls or self._peers or self.unmapping):
             return False
         before = len(self._pulls)
         self._pulls = [p for p in self._pulls if not (self._begin(p) if p.copying is None else self._finish(p))]
         used = {(p.attempt.session, p.offer.epoch) for p in self._pulls if p.copying is not None}
         over = {key for key in self._peers if not key[0].open}
-        for key in (over | self._unmapping) - used:
+        for key in (over | self.unmapping) - used:
             if (peer := self._peers.pop(key, None)) is not None:
-                peer.close()
-            if key in self._unmapping:
-                self._unmapping.discard(key)
+                peer.connection.close()
+            if key in self.unmapping:
+                self.unmapping.discard(key)
                 self._endpoint.unmapped(*key, time.monotonic())
         return len(self._pulls) < before
 
@@ -158,5 +152,5 @@ class Puller:
                 pass
         self._pulls.clear()
         for peer in self._peers.values():
-            peer.close()
+            peer.connection.close()
         self._peers.clear()

@@ -197,11 +197,6 @@ class SinkPrograms:
             known = self._pairs[writer] = Pair(routes, RankLayout(self._source, writer, columns), self._own)
         return known
 
-    @property
-    def writers(self) -> tuple[int, ...]:
-        """Source ranks with a route to this one."""
-        return self._plan.required(self._own.rank)
-
     def program(self, writer: int, grants: Mapping[int, Grants]) -> CopyProgram:
         """The program of a source rank's writes; places on the source's side have no meaning. Raises BAD_GRANT."""
         rank = next(r for r in self._source.ranks if r.rank == writer)

@@ -10,7 +10,7 @@ from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, re
 from kvproto.options import Options
 from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import EngineRank, check_request, ends_of, options_of, party_of, transports_of
-from kvproto.rank.handles import Handle, LentPool, Withdrawal
+from kvproto.rank.handles import Handle, Withdrawal
 from kvproto.rank.page_tables import PageTables, grants_of
 from kvproto.rank.pool import Pool
 from kvproto.sink.fetch import Fetch
@@ -20,6 +20,8 @@ from kvproto.wire.enums import ErrorCode
 
 class Sink(EngineRank):
     """One rank of an engine that fetches prompts from any number of Sources into one pool."""
+
+    _node: SinkNode
 
     def __init__(
         self,
@@ -47,19 +49,7 @@ class Sink(EngineRank):
         named = [(_replica(key), key, seed) for key, seed in seeds.items()]
         for _, key, seed in named:
             check_seed(f'sources["{key}"]' if isinstance(key, str) else f"sources[{key!r}]", seed, chosen)
-        self._node = SinkNode(
-            party,
-            pool,
-            dialer_of(chosen),
-            verify=chosen.verify,
-            transports=transports_of(chosen, pool),
-            pull=chosen.pull,
-            quarantine=chosen.quarantine,
-            spread=chosen.spread,
-            cold_draft=chosen.cold_draft,
-            eager=chosen.eager,
-            ticket_wait=chosen.ticket_wait,
-        )
+        self._node = SinkNode(party, pool, dialer_of(chosen), chosen, transports_of(chosen, pool))
         super().__init__(name, pool, self._node, chosen)
         self._start()
         for (engine, replica), _, seed in named:
@@ -197,9 +187,6 @@ class Sink(EngineRank):
         self._post_withdrawal(withdrawal, lambda: self._node.move(pool, epoch))
         return withdrawal
 
-    def _sleep(self, error: KvprotoError) -> LentPool:
-        return self._node.sleep(error)
-
     def _wake(self, pool: Pool, epoch: int) -> None:
         self._node.move(pool, epoch)
 
@@ -236,8 +223,7 @@ class Sink(EngineRank):
 
 def _check_claim(pages: Any, claim: Any, spans: Any) -> None:
     """Raise LocalError(OUT_OF_RANGE) for wrong types, and for `claim` or `spans` together with `pages`."""
-    if not isinstance(spans, bool):
-        raise wrong_type("spans", spans, "True or False")
+    check_type("spans", spans, bool, "True or False")
     if claim is not None and not callable(claim):
         raise wrong_type("claim", claim, "something to call with PagesWanted")
     if pages is not None and (claim is not None or spans):

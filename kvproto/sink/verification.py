@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -15,17 +15,15 @@ from kvproto.sink.registered_pool import RegisteredPool, begins_stated
 from kvproto.wire.enums import Outcome
 from kvproto.wire.messages import Done
 
-
-class _ArrivalOwner(Protocol):
-    def verified(self, arrival: "Arrival") -> None:
-        """End a fetch whose checksums are all computed."""
+if TYPE_CHECKING:
+    from kvproto.sink.link import SourceLink
 
 
 @attrs.define(eq=False)
 class Arrival:
     """A fetch whose bytes are all here."""
 
-    link: _ArrivalOwner
+    link: "SourceLink"
     fetch: Fetch
     registered: RegisteredPool
     done: tuple[Done, ...]

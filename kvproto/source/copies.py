@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
+from kvproto.copying.streams import Piece
 from kvproto.errors import KvprotoError
 from kvproto.rank.handles import LentPool
 from kvproto.source.progress import CopyStep
 from kvproto.source.schedule import Send
-from kvproto.transport.base import Copying, Memory, Move, Piece
+from kvproto.transport.base import Copying, Memory, Move
 from kvproto.wire.enums import ErrorCode, Proof
 
 _RETRY = 1e-3
@@ -40,11 +41,6 @@ class Copies:
         """Whether a copy could not be started and has to be tried again."""
         self._behind = False
         """Whether the last `advance` left copies to the next."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether copies are under way."""
-        return bool(self.under_way)
 
     def poll_interval(self) -> float | None:
         """Seconds until `advance` should be called, for copies whose progress no descriptor announces."""

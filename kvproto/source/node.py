@@ -4,15 +4,16 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 
+from kvproto.copying.streams import Piece
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Event, Expired, Freed, Over, Sent, Undelivered
 from kvproto.net import RECEIVE_TIME, Listener
 from kvproto.options import Options
 from kvproto.planning.axes import NO_AXES
 from kvproto.rank.background import Background
-from kvproto.rank.checksums import BEGUN, SUM_TIME, Checksums, bytes_by_name, session_id
+from kvproto.rank.checksums import BEGUN, SUM_TIME, Checksums, session_id
 from kvproto.rank.handles import free_pools
-from kvproto.rank.pool import RankPool
+from kvproto.rank.pool import Pool
 from kvproto.rank.registration import features_of
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.descriptions import Described
@@ -23,16 +24,15 @@ from kvproto.source.page_guard import GuardedPages, PageGuard
 from kvproto.source.prefill import Computed, Finished, offered
 from kvproto.source.progress import CopyStep
 from kvproto.source.request import Request
-from kvproto.source.schedule import LastPart, Scheduler, Send
+from kvproto.source.schedule import OVER, LastPart, Scheduler, Send
 from kvproto.source.sink_memory import SinkMemory
 from kvproto.transport import default
-from kvproto.transport.base import Piece, Transport, bells
+from kvproto.transport.base import Transport, bells
 from kvproto.transport.process import this_process
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Register
 
 _log = logging.getLogger("kvproto")
-_OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
 _AWAY = RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "", "use another engine")
 
 
@@ -42,7 +42,7 @@ class SourceNode:
     def __init__(
         self,
         party: Party,
-        pool: RankPool,
+        pool: Pool,
         listener: Listener,
         endpoints: Mapping[int, str],
         options: Options,
@@ -51,7 +51,7 @@ class SourceNode:
         """`endpoints` are the addresses of all ranks of this replica, for Welcome."""
         self.pool, self._listener, self._lease = pool, listener, options.lease
         self.transports = tuple(transports) or (default(pool.memories),)
-        features = features_of(self.transports, options.verify, options.pull, options.spread, options.cold_draft)
+        features = features_of(self.transports, options)
         self.endpoint = SourceEndpoint(
             self, party, pool.layout.geometry, dict(endpoints), features, session_id, this_process(), listener.admit
         )
@@ -142,9 +142,10 @@ class SourceNode:
 
     def drain(self) -> None:
         """Finish what sinks have asked for and refuse all other requests (KVP-SES-DRAINING)."""
-        self.endpoint.drain()
-        for request in self.tickets.unasked():
-            self.refuse(request, _AWAY)
+        self.endpoint.draining = True
+        for state in list(self.tickets):
+            if state.content is not None and not state.users:
+                self.refuse(state.request, _AWAY)
 
     # pools
 
@@ -161,7 +162,7 @@ class SourceNode:
         self.memory.sleep()
         return leaving
 
-    def wake(self, pool: RankPool, epoch: int, endpoints: Mapping[int, str]) -> None:
+    def wake(self, pool: Pool, epoch: int, endpoints: Mapping[int, str]) -> None:
         """Serve requests from another pool; `endpoints` as in `__init__`, for a geometry that differs."""
         if pool.layout.geometry != self.endpoint.geometry:
             self.endpoint.restate(pool.layout.geometry, endpoints, time.monotonic())
@@ -170,11 +171,6 @@ class SourceNode:
 
     def _holders(self, lent: LentSourcePool) -> list[str]:
         return self.memory.holders(lent.number) + ["copies under way"] * lent.copied
-
-    @property
-    def busy(self) -> bool:
-        """Whether copies are under way."""
-        return self._copies.busy
 
     def census(self) -> Counters:
         return self.endpoint.census()
@@ -191,7 +187,7 @@ class SourceNode:
 
     def unmap_memory(self, session: SourceSession, epoch: int) -> None:
         """Unmap an epoch of a sink's memory as soon as no copy uses it."""
-        self.memory.ask_unmap(session, epoch)
+        self.memory.unmapping.add((session.session, epoch))
 
     def request_changed(self, request: Request) -> None:
         """Examine a request in this turn."""
@@ -293,7 +289,9 @@ class SourceNode:
                 if request.changed_for:
                     request.over = Undelivered(request, getattr(request.over, "routed", ()), request.changed_for)
                 self._changed.pop(request, None)
-                self._events.append(request.conclude())
+                request.over = request.over or Freed(request, ())
+                request._end(request.over)
+                self._events.append(request.over)
 
     def _flush(self) -> None:
         endpoint = self.endpoint
@@ -416,7 +414,7 @@ class SourceNode:
         now, attempt.send = time.monotonic(), None
         error = send.failure or send.unwanted()
         if error or not (finished and program and last and send.sums):
-            self.endpoint.failed(attempt, error or _OVER, now, send.proof)
+            self.endpoint.failed(attempt, error or OVER, now, send.proof)
             return
         answer = Answer(finished.outcome, last.handoff, send.sums.for_message(), send.begins)
         if send.peer.reads:
@@ -432,7 +430,8 @@ class SourceNode:
     def _report_sent(self, send: Send, seconds: float, left: int) -> None:
         attempt, program = send.attempt, send.program
         assert program is not None
-        moved, peer = bytes_by_name(send.peer, program), attempt.session.name
+        groups, peer = send.peer.pair.sink.groups, attempt.session.name
+        moved = {groups[group].name: count for group, count in program.bytes_by_group().items()}
         sink, epoch = send.peer.pair.sink.rank, attempt.asked.epoch
         self._events.append(Sent(send.request, sink, moved, seconds, left, peer, epoch))
 

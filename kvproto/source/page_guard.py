@@ -16,7 +16,7 @@ from kvproto.planning.axes import length_of
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import plan
 from kvproto.rank.checksums import PageSumming, Sums
-from kvproto.rank.pool import RankPool
+from kvproto.rank.pool import Pool
 from kvproto.source.prefill import Finished, offered
 from kvproto.source.schedule import NO_ROWS
 from kvproto.transport.base import Move, Transport
@@ -30,7 +30,7 @@ _POLL = 1e-4
 class PageGuard:
     """Takes checksums of the finished requests of one pool, by layer and page."""
 
-    def __init__(self, pool: RankPool, transport: Transport) -> None:
+    def __init__(self, pool: Pool, transport: Transport) -> None:
         layout = pool.layout
         own = attrs.evolve(
             layout.geometry, ranks=tuple(rank for rank in layout.geometry.ranks if rank.rank == layout.rank)
@@ -58,7 +58,7 @@ class PageGuard:
 class GuardedPages:
     """The checksums of one request, as its rows were when prefill was over."""
 
-    def __init__(self, pool: RankPool, sums: Sums, finished: Finished) -> None:
+    def __init__(self, pool: Pool, sums: Sums, finished: Finished) -> None:
         self._groups, self._items = pool.layout.groups, finished.items
         self._sums = sums
         self._before = self._begin()

@@ -12,7 +12,7 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.errors import RemoteError
 from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
-from kvproto.planning.geometry import Group, owned_before
+from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Route
 from kvproto.source.progress import Available, layers_of
@@ -232,8 +232,6 @@ def _window(group: Group, cp_rank: int, asked: Sequence[Grants], items: IntArray
         first = min(max(first, group.origin), end)
     if KINDS[group.kind].wraps:  # a ring holds no earlier rows
         first = max(first, (rows_of(group, 0, end)[1] - group.rows) * group.tokens_per_row)
-    skip = 0
-    if KINDS[group.kind].paged:
-        skip = owned_before(group, cp_rank, rows_of(group, first, end - first)[0]) // group.rows
+    skip = items_before(group, cp_rank, first)
     held = items[skip : skip + items_needed(group, cp_rank, first, end - first)]
     return Grants(group=group.id, first=first, count=end - first, valid=end, items=held.astype(np.uint32))

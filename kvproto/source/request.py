@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 
 from kvproto.errors import KvprotoError, LocalError, bad, check_type, check_whole
-from kvproto.events import Freed, Over
+from kvproto.events import Over
 from kvproto.planning.axes import NO_AXES
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import KINDS
@@ -20,34 +20,17 @@ from kvproto.rank.handles import TicketHandle
 from kvproto.rank.page_tables import PageRules, PageTables, RequestTables, Since
 from kvproto.rank.pool import Pool
 from kvproto.session.tickets import TicketState
-from kvproto.source.page_guard import GuardedPages
 from kvproto.source.prefill import Computed, Finished, Prefill
 from kvproto.source.schedule import Send
 from kvproto.wire.enums import ErrorCode, Outcome
+
+if TYPE_CHECKING:
+    from kvproto.source.node import SourceNode
 
 _HOWEVER_LONG = -1.0
 """The timeout of a lock that is waited for without end."""
 _AT_ONCE = 1 << 20
 """Bytes that `finish` may copy in the thread that calls it."""
-
-
-class RequestCalls(Protocol):
-    """The calls that a request makes on the rank that serves it."""
-
-    def expect(self, request: Request, content: bytes, tokens: int | None, axes: Mapping[str, int]) -> None:
-        """Accept a request."""
-
-    def computed(self, request: Request, computed: Computed) -> None:
-        """Copy rows that are computed."""
-
-    def finish(self, request: Request, finished: Finished) -> None:
-        """Serve the sinks, as prefill is over."""
-
-    def guard(self, finished: Finished, axes: Mapping[str, int]) -> GuardedPages:
-        """Take checksums of a request's pages."""
-
-    def refuse(self, request: Request, error: KvprotoError) -> None:
-        """End a request that cannot be produced."""
 
 
 class Request(TicketHandle[Over]):
@@ -56,7 +39,7 @@ class Request(TicketHandle[Over]):
     It ends with Freed, with Undelivered if a sink rank may not have the request, or with Expired after its deadline.
     """
 
-    def __init__(self, rank: EngineRank, calls: RequestCalls, ticket: Ticket, prompt: Prompt) -> None:
+    def __init__(self, rank: EngineRank, calls: SourceNode, ticket: Ticket, prompt: Prompt) -> None:
         super().__init__(rank, ticket)
         self._rank, self._calls, self.pool = rank, calls, rank.pool
         self.prompt, self._length = prompt, len(prompt)
@@ -152,8 +135,7 @@ class Request(TicketHandle[Over]):
         stated = self._tables.check(pages, end, self.prompt.axes, since)
         rules = self.pool.page_rules
         data = _handoff(rules, handoff) if rules.handoffs or handoff is not None else {}
-        if finished is not True and finished is not False:
-            check_type("finished", finished, bool, "True or False")
+        check_type("finished", finished, bool, "True or False")
         _check_after(after, self.pool)
         outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
         self._check_open("finish")
@@ -187,12 +169,6 @@ class Request(TicketHandle[Over]):
     def lent(self, now: float) -> bool:
         """Whether a sink may still read items that it was offered."""
         return self.state is not None and any(attempt.lent(now) for attempt in self.state.users.values())
-
-    def conclude(self) -> Over:
-        """End the request, as nothing reads its items any more; returns its event."""
-        self.over = self.over or Freed(self, ())
-        self._end(self.over)
-        return self.over
 
     def _check_open(self, call: str) -> None:
         if self._finished and not self.done:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NO_ROWS = CopyProgram((), Operations(np.empty(0, OP)), (), ())
 """The empty program: its copy waits for rows but moves none."""
 
-_OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
+OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
 _LATE = RemoteError(ErrorCode.DEADLINE, "ticket", "not fetched in time", "", "make a new ticket")
 
 
@@ -82,27 +82,16 @@ class Send:
     failure: KvprotoError | None = None
     proof: Proof = Proof.PROVEN
     """Whether it is proven that no write of its copies can still arrive."""
-    _progress: SendProgress | None = None
     offered_at: float = 0.0
     """When its items were offered for the sink to read."""
-
-    @property
-    def progress(self) -> SendProgress:
-        """The rows that were handed to the transport before prefill was over."""
-        if self._progress is None:
-            self._progress = SendProgress(self.peer.pair.nothing)
-        return self._progress
-
-    @property
-    def begun(self) -> bool:
-        """Whether any part was handed over."""
-        return self._progress is not None and self._progress.begun
+    progress: SendProgress = attrs.Factory(lambda send: SendProgress(send.peer.pair.nothing), takes_self=True)
+    """The rows that were handed to the transport before prefill was over."""
 
     def unwanted(self) -> KvprotoError | None:
         """The reason why its bytes are not wanted any more; None if they are."""
         attempt = self.attempt
         if attempt.state != TransferState.ACCEPTED or not attempt.session.open:
-            return _OVER
+            return OVER
         return None if self.request.over is None else _LATE
 
     def take_grants(self) -> bool:
@@ -225,7 +214,7 @@ class Scheduler:
             return []
         if send.peer.reads:
             return [CopyStep(NO_ROWS, None, finished.events, 0)]
-        if send.begun:
+        if send.progress.begun:
             return send.progress.last(program, finished.events)
         return [CopyStep(program, None, finished.events, program.bytes)]
 

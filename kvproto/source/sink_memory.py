@@ -7,8 +7,8 @@ from functools import partial
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.rank.pool import RankPool
-from kvproto.rank.registration import PeerMapping, PeerMemory, map_peer, register
+from kvproto.rank.pool import Pool
+from kvproto.rank.registration import PeerMapping, map_peer, register
 from kvproto.session import SourceEndpoint
 from kvproto.session.descriptions import Described
 from kvproto.session.source import SourceSession
@@ -28,7 +28,7 @@ class SinkMemory:
     def __init__(
         self,
         endpoint: SourceEndpoint,
-        pool: RankPool,
+        pool: Pool,
         transports: Sequence[Transport],
         defer: Callable[[Callable[[], Pair], Callable[[Pair | KvprotoError], None]], None],
     ) -> None:
@@ -36,7 +36,7 @@ class SinkMemory:
         self._endpoint, self._pool, self._transports, self._defer = endpoint, pool, tuple(transports), defer
         self._mapped: dict[tuple[int, int], PeerMapping] = {}
         self.unmapping: set[tuple[int, int]] = set()
-        """Mappings that sinks have asked to take back."""
+        """Mappings that sinks have asked to take back, until no copy uses them."""
         self._epoch = 1
         """The epoch of this rank's own memory, which sinks read."""
         self.asleep = False
@@ -44,9 +44,6 @@ class SinkMemory:
         """The timer of the next check of the processes of sinks."""
         self._ended: set[int] = set()
         """Sessions whose sink's process had ended at the last check."""
-
-    def __len__(self) -> int:
-        return len(self._mapped)
 
     def map(self, session: SourceSession, register: Register, described: Described) -> None:
         """Map a sink's memory with the first of its transports that works here, or let the sink read ours."""
@@ -79,10 +76,9 @@ class SinkMemory:
                 self._expose(session, register, described, pair)
                 return
             own, features = None if self.asleep else self._pool.memories, session.features
-            asked = PeerMemory(session.session, register, described)
-            peer = map_peer(asked, self._transports, pair, own, writes=True, features=features)
+            peer = map_peer(register, described, self._transports, pair, own, writes=True, features=features)
         except KvprotoError as error:
-            session.refuse_register(error.kept())
+            session.holder.refuse(error.kept())
             return
         self._mapped[session.session, register.epoch] = peer
         self._watch()
@@ -114,8 +110,7 @@ class SinkMemory:
     def _expose(self, session: SourceSession, register: Register, described: Described, pair: Pair) -> None:
         """Let the sink read: none of its memory is mapped, and an empty copy waits for the rows."""
         transport = next((t for t in self._transports if t.capabilities.reads), None) or default(self._pool.memories)
-        asked = PeerMemory(session.session, register, described)
-        mapping = PeerMapping(asked, transport, pair, reads=True)
+        mapping = PeerMapping(register, described, transport, pair, reads=True)
         regions = self._regions(mapping)  # raises before anything is answered
         session.accept_register(transport.capabilities.code, mapping=mapping)
         self._mapped[mapping.key] = mapping
@@ -135,7 +130,7 @@ class SinkMemory:
     def _register(self, session: SourceSession, regions: tuple[Region, ...]) -> None:
         """Register this rank's memory with a sink, for it to read."""
         columns = tuple(self._pool.layout.columns.values())
-        session.expose(self._epoch, self._epoch, regions, columns, time.monotonic())
+        session.owner.register(self._epoch, self._epoch, regions, columns, time.monotonic())
 
     def sleep(self) -> None:
         """Take back at once the memory that sinks read; end the sessions of sinks that cannot return it."""
@@ -150,12 +145,12 @@ class SinkMemory:
             for owned in list(owner.epochs.values()):
                 owner.unregister(owned, at_once=True, now=now)
 
-    def wake(self, pool: RankPool, epoch: int) -> None:
+    def wake(self, pool: Pool, epoch: int) -> None:
         """Serve the mapped sinks from another pool; end the sessions in which that is not possible."""
         self.asleep, self._pool, self._epoch = False, pool, epoch
         for (number, _), peer in list(self._mapped.items()):
             session = self._endpoint.sessions.get(number)
-            if session is None or not session.open or peer.asked.described.of_source is not self._endpoint.stated:
+            if session is None or not session.open or peer.described.of_source is not self._endpoint.stated:
                 continue  # it registers again once it has this side's new Description
             try:
                 peer.pair = Pair(peer.pair.routes, pool.layout, peer.pair.sink)
@@ -175,23 +170,19 @@ class SinkMemory:
                 names.append(session.name)
         return names
 
-    def ask_unmap(self, session: SourceSession, epoch: int) -> None:
-        """Unmap an epoch of a sink once no copy uses it."""
-        self.unmapping.add((session.session, epoch))
-
     def unmap(self, used: Iterable[PeerMapping]) -> None:
         """Unmap epochs that sinks have taken back and the memory of ended sessions, unless `used` by copies."""
         ended = self._endpoint.over
         orphaned = {key for key in self._mapped if key[0] in ended} if ended else set()
         for key in (orphaned | self.unmapping).difference(peer.key for peer in used):
             if (peer := self._mapped.pop(key, None)) is not None:
-                peer.close()
+                peer.connection.close()
             self.unmapping.discard(key)
             if (session := self._endpoint.sessions.get(key[0])) is not None:
-                session.unmapped(key[1])
+                session.holder.unmapped(key[1])
         ended.intersection_update(number for number, _ in self._mapped)
 
     def close(self) -> None:
         """Unmap everything; no copy may be under way."""
         for peer in self._mapped.values():
-            peer.close()
+            peer.connection.close()

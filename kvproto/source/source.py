@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvproto.errors import KvprotoError, LocalError, check_type
+from kvproto.errors import LocalError, check_type
 from kvproto.events import Event, Over
 from kvproto.net import AllowList, Listener, encrypted, is_wildcard, read_keys
 from kvproto.options import Options
 from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import EngineRank, check_request, options_of, party_of, transports_of
-from kvproto.rank.handles import Handle, LentPool
+from kvproto.rank.handles import Handle
 from kvproto.rank.pool import Pool
 from kvproto.session.catalogue import Catalogue, Changes
 from kvproto.source.node import SourceNode
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 class Source(EngineRank):
     """One rank of an engine that computes prompts."""
+
+    _node: SourceNode
 
     def __init__(self, name: str, pool: Pool, listen: str | Mapping[int, str], options: Options | None = None) -> None:
         """Listen for sinks.
@@ -109,9 +111,6 @@ class Source(EngineRank):
 
     def _drain(self) -> None:
         self._node.drain()
-
-    def _sleep(self, error: KvprotoError) -> LentPool:
-        return self._node.sleep(error)
 
     def _check_pool(self, pool: Pool) -> None:
         super()._check_pool(pool)

@@ -11,6 +11,7 @@ from contextlib import suppress
 import attrs
 import numpy as np
 
+from kvproto.copying.columns import columns_at
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window
 from kvproto.errors import LocalError
@@ -20,7 +21,7 @@ from kvproto.planning.plan import Box, Route
 from kvproto.tiers.page_layout import PageLayout, row_bytes
 from kvproto.transport.base import Pager, Paging, Regions
 from kvproto.wire.enums import ErrorCode, ItemKind
-from kvproto.wire.messages import Columns, Owns
+from kvproto.wire.messages import Owns
 
 
 class HostCopies:
@@ -125,18 +126,13 @@ def as_pool(side: RankLayout, lengths: Mapping[int, int], slots: int) -> RankLay
     columns = {}
     for group, count in rows.items():
         spec, share = side.groups[group], side.shares[group]
-        lanes = [sum(span.hi - span.lo for span in share.lanes if span.part == p) for p in range(len(spec.parts))]
-        sizes = np.array([part.lane_bytes for part in spec.parts] * len(share.layers), np.uint64)
-        widths = sizes * np.array(lanes * len(share.layers), np.uint64)
-        columns[group] = Columns(
-            group=group,
-            items=slots,
-            region=np.full(len(sizes), group, np.uint32),
-            offset=(np.cumsum(widths) - widths) * np.uint64(count),
-            item_stride=np.full(len(sizes), lengths[group], np.uint64),
-            row_stride=widths,
-            lane_stride=sizes,
-        )
+        places, at = [], 0
+        for _ in share.layers:
+            for number, part in enumerate(spec.parts):
+                width = part.lane_bytes * sum(span.hi - span.lo for span in share.lanes if span.part == number)
+                places.append((group, at, lengths[group], width, part.lane_bytes))
+                at += width * count
+        columns[group] = columns_at(group, slots, places)
     return RankLayout(geometry, side.rank, columns)
 
 

@@ -56,36 +56,26 @@ class Slots:
     def __init__(self, count: int) -> None:
         self.count = check_whole("count", count, 1, U32 >> 1)
         self._state = bytearray(count)
-        self._generation = array("I", bytes(4 * count))
-        self._pins = array("I", bytes(4 * count))
+        self.generation = array("I", bytes(4 * count))
+        """The number of times that each slot has become FREE, modulo 2^32 (KVP-TIER-GENERATION)."""
+        self.pins = array("I", bytes(4 * count))
+        """The number of readers that have pinned each slot."""
         self._free = array("i", range(count - 1, -1, -1))
         self._older = array("i", [-1]) * (count + 1)
         self._newer = array("i", [-1]) * (count + 1)
-        self._queued = 0
+        self.idle = 0
+        """The number of READABLE slots without pins."""
         self._older[count] = self._newer[count] = count  # the queue is a ring through this place, which is no slot
 
     @property
     def free(self) -> int:
         return len(self._free)
 
-    @property
-    def idle(self) -> int:
-        """The number of READABLE slots without pins."""
-        return self._queued
-
     def counts(self) -> dict[SlotState, int]:
         return {state: self._state.count(state) for state in SlotState}
 
     def state(self, slot: int) -> SlotState:
         return SlotState(self._state[slot])
-
-    def generation(self, slot: int) -> int:
-        """The number of times that a slot has become FREE, modulo 2^32 (KVP-TIER-GENERATION)."""
-        return self._generation[slot]
-
-    def pins(self, slot: int) -> int:
-        """The number of readers that have pinned a slot."""
-        return self._pins[slot]
 
     def reserve(self) -> int:
         """Move a FREE slot to RESERVED and return it; the caller has checked that there is one."""
@@ -96,22 +86,22 @@ class Slots:
     def move(self, slot: int, state: SlotState) -> None:
         """Change a state; raises LocalError for a move that MOVES lacks, or a slot that is pinned (KVP-TIER-PIN)."""
         before = self._state[slot]
-        if not _MAY[before] >> state & 1 or (state is SlotState.FREE and self._pins[slot]):
+        if not _MAY[before] >> state & 1 or (state is SlotState.FREE and self.pins[slot]):
             allowed = " or ".join(after.name for after in MOVES[SlotState(before)])
             wants = f"{SlotState(before).name} to {allowed}, FREE without pins"
-            raise bad(f"slots[{slot}]", wants, f"{state.name}, {self._pins[slot]} pins")
+            raise bad(f"slots[{slot}]", wants, f"{state.name}, {self.pins[slot]} pins")
         self._state[slot] = state
-        if before == SlotState.READABLE and not self._pins[slot]:
+        if before == SlotState.READABLE and not self.pins[slot]:
             self._dequeue(slot)
         if state is SlotState.FREE:
-            self._generation[slot] = (self._generation[slot] + 1) & U32
+            self.generation[slot] = (self.generation[slot] + 1) & U32
             self._free.append(slot)
         elif state is SlotState.READABLE:
             self._enqueue(slot)
 
     def pin(self, slots: Iterable[int]) -> None:
         """Add one reader to each of these READABLE slots."""
-        pins = self._pins
+        pins = self.pins
         for slot in slots:
             if not pins[slot]:
                 self._dequeue(slot)
@@ -119,7 +109,7 @@ class Slots:
 
     def unpin(self, slots: Iterable[int]) -> None:
         """Remove one reader from each slot; after the last, a RETIRING slot is freed and a READABLE one queued last."""
-        pins, state = self._pins, self._state
+        pins, state = self.pins, self._state
         for slot in slots:
             pins[slot] -= 1
             if not pins[slot]:
@@ -130,7 +120,7 @@ class Slots:
 
     def touch(self, slot: int) -> None:
         """Queue a READABLE slot last, unless it is pinned."""
-        if not self._pins[slot]:
+        if not self.pins[slot]:
             self._dequeue(slot)
             self._enqueue(slot)
 
@@ -140,13 +130,13 @@ class Slots:
         return None if slot == self.count else slot
 
     def _enqueue(self, slot: int) -> None:
-        end, self._queued = self.count, self._queued + 1
+        end, self.idle = self.count, self.idle + 1
         last = self._older[end]
         self._older[slot], self._newer[slot] = last, end
         self._newer[last] = self._older[end] = slot
 
     def _dequeue(self, slot: int) -> None:
-        self._queued -= 1
+        self.idle -= 1
         older, newer = self._older[slot], self._newer[slot]
         self._newer[older], self._older[newer] = newer, older
 
@@ -181,13 +171,9 @@ class Index:
         self._held = array("Q", bytes(8 * count))
         self._parent, self._child, self._next, self._before = (array("i", [_NONE]) * count for _ in range(4))
 
-    def __len__(self) -> int:
-        """The number of pages in the tree."""
-        return len(self._by_id)
-
     def check(self, page: SlotRef) -> None:
         """Raise LocalError if the slot has been handed out again since (KVP-TIER-GENERATION)."""
-        now = self.slots.generation(page.slot)
+        now = self.slots.generation[page.slot]
         if now != page.generation or self.slots.state(page.slot) is SlotState.FREE:
             raise LocalError(ErrorCode.STALE_TRANSFER, f"slots[{page.slot}]", f"generation {now}", str(page.generation))
 
@@ -304,7 +290,7 @@ class Index:
     def _clear(self, slot: int) -> None:
         self._ids[slot], self._held[slot] = None, 0
         self._parent[slot] = self._child[slot] = self._next[slot] = self._before[slot] = _NONE
-        self.slots.move(slot, SlotState.RETIRING if self.slots.pins(slot) else SlotState.FREE)
+        self.slots.move(slot, SlotState.RETIRING if self.slots.pins[slot] else SlotState.FREE)
 
     def _subtree(self, slot: int) -> Iterator[int]:
         """A page and its descendants, parents first."""
@@ -379,7 +365,7 @@ class Hit(_SlotHolder):
         self._index, self.lengths = index, lengths
         """A bitmap: bit n is set if a request can continue after n pages (KVP-TIER-LENGTH)."""
         generation = index.slots.generation
-        self.pages = [SlotRef(slot, generation(slot)) for slot in slots]
+        self.pages = [SlotRef(slot, generation[slot]) for slot in slots]
         """The pages that this rank can use."""
         index.slots.pin(slots)
 
@@ -422,7 +408,7 @@ class Reservation(_SlotHolder):
     @property
     def pages(self) -> list[SlotRef]:
         """The slots in the order of the prompt; none once it is closed."""
-        return [SlotRef(slot, self._index.slots.generation(slot)) for slot in self._slots]
+        return [SlotRef(slot, self._index.slots.generation[slot]) for slot in self._slots]
 
     def fill(self, i: int) -> int:
         """Mark that copies into page i begin, and return its slot."""

@@ -142,11 +142,9 @@ class RelayoutReader:
                     continue
                 key = manifest_key(chain.ids(form)[i], geometry)
                 manifest = ObjectReferences().add(key, get_manifest(self.store, key))
-                if (
-                    manifest
-                    and names(manifest, form, chain, i)
-                    and (form is KeyForm.AHEAD or not _looks_ahead(manifest))
-                ):
+                ahead = manifest is not None and any(c.form is KeyForm.AHEAD for c in manifest.components)
+                # its OWN id does not cover a component that looks ahead
+                if manifest and names(manifest, form, chain, i) and (form is KeyForm.AHEAD or not ahead):
                     manifests.append(manifest)
                     break
             else:
@@ -252,8 +250,3 @@ class _Cut:
                 objects += data
             memory[group] = memoryview(objects)
         return memory
-
-
-def _looks_ahead(manifest: Manifest) -> bool:
-    """Whether a page has a component that looks ahead, which its OWN id does not cover."""
-    return any(component.form is KeyForm.AHEAD for component in manifest.components)

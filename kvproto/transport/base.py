@@ -4,17 +4,18 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import attrs
 
 from kvproto.copying.program import CopyProgram, Runs
+from kvproto.copying.streams import Piece, Receiver
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport.bench import Absent, BenchJob, CostedWay, Floor, Measured
 from kvproto.transport.staging.packed import Layer, PackedLink, Packer
-from kvproto.wire.enums import CreditKind, ErrorCode, Feature, MemoryKind, Proof
+from kvproto.wire.enums import ErrorCode, Feature, MemoryKind, Proof
 from kvproto.wire.enums import Transport as TransportCode
-from kvproto.wire.messages import Chunk, Data, Handle, Region
+from kvproto.wire.messages import Handle, Region
 
 
 class Memory(Protocol):
@@ -74,13 +75,6 @@ class Move:
     """For packed copies: whether no row is there yet, and `Copying.stream` is told as layers become ready."""
     background: bool = False
     """Whether more of the request is still being computed, so that this copy is not urgent and yields to compute."""
-
-
-class Piece(Protocol):
-    """Bytes of a packed stream that a message carries or announces."""
-
-    def notice(self, session: int, sequence: int) -> Chunk | Data:
-        """That message."""
 
 
 class Stream(Protocol):
@@ -181,29 +175,6 @@ class Capabilities:
     """Seconds between polls of a running copy; None: copies end within `start`, or the peer's messages advance them."""
     summed_at_once: int = SUMMED
     """Bytes whose checksums one call computes: about a millisecond's worth, as nothing else happens meanwhile."""
-
-
-class Receiver(Protocol):
-    """At the sink: the packed streams of one peer, as its session reads them."""
-
-    kind: ClassVar[CreditKind]
-    """The unit of their credit."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether anything is being unpacked."""
-
-    def open(self, sequence: int, packer: Packer) -> None:
-        """Expect the stream of a transfer."""
-
-    def check_end(self, sequence: int) -> None:
-        """Raise UNEXPECTED_MESSAGE if some of the stream has not come yet."""
-
-    def finish(self, sequence: int) -> bool:
-        """Whether all is unpacked, when no more bytes come; raises KvprotoError if something went wrong."""
-
-    def close(self, sequence: int) -> bool:
-        """Discard the stream; returns whether nothing is being unpacked any more."""
 
 
 @attrs.frozen

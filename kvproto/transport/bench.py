@@ -62,9 +62,8 @@ class CostedWay:
     name: str
     """Its name in reports."""
     kind: CostKind
-    reference: Constants | None = None
-    """Measured between two H200; None if only `kvproto probe` can tell."""
-    doc: str = ""
+    constants: Constants | None = None
+    """At first those measured between two H200; None if only `kvproto probe` can tell."""
 
 
 @attrs.frozen
@@ -139,13 +138,6 @@ class BenchPath:
     """Runs that a program may have."""
     prepare: Prepare
     """Prepare a program between the pools; returns a function that copies it each time."""
-
-    def most_runs(self, run: int) -> int:
-        """The greatest number of runs of `run` bytes in a program; 0 if none fits."""
-        return min(self.pool // run, self.most)
-
-    def runner(self, run: int, runs: int) -> RunOnce:
-        return self.prepare(program(run, runs, self.pool))
 
 
 @attrs.frozen

@@ -1,11 +1,12 @@
 """Pools that transports can share, allocated or adopted; `__dlpack__` hands them to frameworks without a copy."""
 
 from collections.abc import Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kvproto.errors import LocalError, check_whole
 from kvproto.transport.base import Allocation, Memory
 from kvproto.transport.loading import find, names, usable
+from kvproto.transport.tensors import CPU, CUDA, TensorView
 from kvproto.wire.enums import ErrorCode
 
 
@@ -27,33 +28,13 @@ def allocate(length: int, device: int | None = None, id: int = 0) -> Memory:
 
 def adopt(address: int, length: int) -> Memory:
     """`length` bytes of CUDA memory that an engine continues to own; raises LocalError(NO_TRANSPORT, OUT_OF_REGION)."""
-    return _allocation_of((_CUDA, 0), address, length, "address").adopt(address, address + length)[0]
-
-
-class Placed(Protocol):
-    """The bytes of a tensor."""
-
-    @property
-    def address(self) -> int:
-        """The address of the first byte."""
-
-    @property
-    def device(self) -> tuple[int, int]:
-        """Device type and number, as DLPack states them."""
-
-    @property
-    def path(self) -> str:
-        """The caller's name of the tensor."""
-
-    @property
-    def length(self) -> int:
-        """Bytes from the first to the last."""
+    return _allocation_of((CUDA, 0), address, length, "address").adopt(address, address + length)[0]
 
 
 Key = TypeVar("Key")
 
 
-def adopt_all(tensors: Mapping[Key, Placed]) -> tuple[dict[int, Memory], dict[Key, tuple[int, int]]]:
+def adopt_all(tensors: Mapping[Key, TensorView]) -> tuple[dict[int, Memory], dict[Key, tuple[int, int]]]:
     """The regions that hold all of these tensors, one for each allocation; and for each tensor (region id, address).
 
     The address is that of the region. Tensors on the host must lie in memory from `allocate`. Raises
@@ -79,12 +60,11 @@ def _allocation_of(device: tuple[int, int], address: int, length: int, path: str
             return allocation
     kind, number = device
     mine = "memory of a GPU, or host memory that kvproto.allocate gave"
-    yours = _KINDS.get(kind, f"DLPack device type {kind}") + (f", device {number}" if kind != _CPU else "")
+    yours = _KINDS.get(kind, f"DLPack device type {kind}") + (f", device {number}" if kind != CPU else "")
     advice = "allocate the pool by kvproto.allocate(length) and view it: torch.from_dlpack(memory)"
     raise LocalError(ErrorCode.NO_TRANSPORT, path, mine, yours, advice)
 
 
 _MOST = (1 << 63) - 1
 """The most bytes that any address space has."""
-_CPU, _CUDA = 1, 2
-_KINDS = {_CPU: "host memory that no other process can map", _CUDA: "CUDA memory that no installed transport knows"}
+_KINDS = {CPU: "host memory that no other process can map", CUDA: "CUDA memory that no installed transport knows"}

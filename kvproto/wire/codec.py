@@ -25,7 +25,7 @@ from kvproto.errors import LocalError, WireError
 from kvproto.wire import messages, tables
 from kvproto.wire.canonical import LARGEST, read_canonical
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.reader import refuse
+from kvproto.wire.plain import refuse
 from kvproto.wire.strict import read_whole
 from kvproto.wire.tables import CLASSES
 from kvproto.wire.writer import pack

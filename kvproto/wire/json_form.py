@@ -9,7 +9,7 @@ from kvproto.errors import LocalError, WireError
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.fields import BITS
-from kvproto.wire.reader import refuse
+from kvproto.wire.plain import refuse
 from kvproto.wire.writer import check_field, check_rules
 
 T = TypeVar("T")

@@ -8,11 +8,7 @@ from kvproto.errors import WireError
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.fields import DTYPES, ends
-
-
-def refuse(code: ErrorCode, path: str, mine: object, yours: object) -> WireError:
-    """A WireError; `mine` is what the spec wants, `yours` what came."""
-    return WireError(code, path, str(mine), str(yours))
+from kvproto.wire.plain import refuse
 
 
 class Fault(Exception):

@@ -6,7 +6,8 @@ from typing import Any
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.fields import handler
-from kvproto.wire.reader import Fault, Reader, refuse
+from kvproto.wire.plain import refuse
+from kvproto.wire.reader import Fault, Reader
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
 

@@ -10,7 +10,8 @@ from kvproto.errors import LocalError
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.fields import DTYPES, count_values, ends, ext, handler, integers
-from kvproto.wire.reader import Fault, refuse
+from kvproto.wire.plain import refuse
+from kvproto.wire.reader import Fault
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
 

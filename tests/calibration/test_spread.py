@@ -5,16 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.calibration import Cost
 from kvproto.catalog.models import PRESETS, describe
 from kvproto.cli.plans import ANSWER, SHARE, Spread, advise_spread, spread
 from kvproto.copying.program import Runs
 from kvproto.planning.layout import Parallel
-from kvproto.transport.bench import Constants
+from kvproto.transport.bench import Constants, CostedWay
 from kvproto.wire import to_json
 from tests.commands import Ran
 
-LINK = [Cost("link", "copy", Constants(link=1e6, run=1e-3, start=0.5))]
+LINK = [CostedWay("link", "link", "copy", Constants(link=1e6, run=1e-3, start=0.5))]
 
 
 def test_a_rule_is_costed_by_its_busiest_ranks() -> None:

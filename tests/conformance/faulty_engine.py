@@ -96,8 +96,8 @@ def last_credit(self: SinkInline) -> m.Credit | None:
     """Credit only once nothing may be sent any more."""
     if self._came.bytes < self._came.total:
         return None
-    self._came.total = self._came.bytes + self._streams.window
-    return m.Credit(session=self._session.session, kind=self._streams.kind, total=self._came.total)
+    self._came.total = self._came.bytes + self._reader.window
+    return m.Credit(session=self._session.session, kind=self._reader.kind, total=self._came.total)
 
 
 def page_off_by_one(finish: Any) -> Any:

@@ -32,11 +32,11 @@ def apart(adapter: Any) -> Any:
 
 def at_once(self: SinkInline) -> m.Credit | None:
     """A Credit for each Data, where the reference waits for a quarter of the window."""
-    total = self._came.bytes + self._streams.window
+    total = self._came.bytes + self._reader.window
     if total == self._came.total:
         return None
     self._came.total = total
-    return m.Credit(session=self._session.session, kind=self._streams.kind, total=total)
+    return m.Credit(session=self._session.session, kind=self._reader.kind, total=total)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_a_source_that_is_closed_in_mid_stream_lets_go_of_its_pool(tmp_path: Pat
         with two(tmp_path, inline(thread=False), inline(1, thread=False)) as both:
             both.source.request(both.ticket, PROMPT).finish({"kv": [3, 1, 2]})
             both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
-            both.until(lambda: both.source._node.busy)
+            both.until(lambda: both.source._node._copies.under_way)
             both.source.close()
             both.source.pool.close()
     finally:

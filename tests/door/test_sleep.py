@@ -138,7 +138,7 @@ def test_both_sides_sleep_and_wake_many_times(pair: Two) -> None:
         pair.sink.wake(another(PAGES + n))
         pair.source.wake(filled(PAGES + n))
         hand_over(pair)
-    assert len(pair.source._node.memory) == 1
+    assert len(pair.source._node.memory._mapped) == 1
 
 
 def test_the_same_pool_wakes_again(pair: Two) -> None:
@@ -321,7 +321,7 @@ def test_memory_is_not_free_while_a_copy_is_held_up(tmp_path: Path, who: str) ->
         made = kvproto.new_ticket("prefill")
         pair.source.request(made, PROMPT).finish({"kv": HERE})
         fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
-        pair.until(lambda: pair.source._node.busy)
+        pair.until(lambda: pair.source._node._copies.under_way)
         calls = {"sink": pair.sink.sleep, "source": pair.source.sleep, "move": lambda: pair.sink.move(another())}
         end = calls[who]()
         pair.turn(60)

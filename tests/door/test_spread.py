@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvproto import Cache, DType, Options, Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
-from kvproto.rank.registration import Spread
+from kvproto.options import Spread
 
 from .doors import address_in
 

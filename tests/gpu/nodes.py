@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy as np
 
 from kvproto import Pool
-from kvproto.net import Dialer, Listener, private_address
+from kvproto.net import Listener, private_address
 from kvproto.rank.base import party_of
-from kvproto.sink.node import SinkNode
 from kvproto.source.node import SourceNode
 from kvproto.wire.messages import Ticket
 from tests import pools
 from tests.gpu.memory import Bytes, get, on_gpu, put
-from tests.node.nodes import PREFILL, DrivenSource, Nodes, finished
+from tests.node.nodes import PREFILL, DrivenSource, Nodes, finished, sink_node
 from tests.session.driver import geometry
 
 ITEMS = {0: 12, 1: 12}
@@ -60,7 +59,7 @@ class Sink(Nodes):
     """A sink node with sources of this process, and what it has told."""
 
     def __init__(self, address: str, pool: Pool, sources: list[SourceNode]) -> None:
-        self.node = SinkNode(party_of("d", pool), pool, Dialer())
+        self.node = sink_node("d", pool)
         self.node.connect(PREFILL, address)
         super().__init__(sources, [self.node])
         OPEN.append(self)

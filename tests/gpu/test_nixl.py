@@ -14,9 +14,8 @@ import pytest
 from kvproto.copying.execute import execute
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.events import Refused
-from kvproto.net import Dialer, Listener, private_address
+from kvproto.net import Listener, private_address
 from kvproto.rank.base import party_of
-from kvproto.sink.node import SinkNode
 from kvproto.transport.nixl import agent as nixl
 from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.device import DeviceBackend
@@ -227,7 +226,7 @@ class Node(nodes.Nodes):
         assert self.conn.poll(LONG)
         assert self.conn.recv() == "listening"
         transport = NixlTransport(way, slots, slot_bytes, device=1)
-        self.node = SinkNode(party_of("d", self.pool), self.pool, Dialer(), transports=[transport])
+        self.node = nodes.sink_node("d", self.pool, transports=[transport])
         self.node.connect(nodes.PREFILL, address)
         super().__init__([], [self.node])
 

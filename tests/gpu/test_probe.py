@@ -60,7 +60,7 @@ def test_a_path_copies_what_its_program_says(devices: tuple[int, int], way: str,
         want = np.full(path.pool, 0xEE, np.uint8)
         put(source, data)
         put(sink, want)
-        assert path.runner(run, 128)() > 0
+        assert path.prepare(program(run, 128, path.pool))() > 0
         made = program(run, 128, path.pool)
         m = made.maps[0]
         width = int(made.ops["lane_bytes"][0])
@@ -102,6 +102,6 @@ def test_nixl_between_gpus_is_direct_and_packed() -> None:
             ("nixl", "packed", "gpu0", "gpu1"),
         ]
         for path in paths:
-            go = path.runner(1 << 20, 4)
+            go = path.prepare(program(1 << 20, 4, path.pool))
             assert go() > 0
             assert go() > 0

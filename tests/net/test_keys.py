@@ -184,8 +184,9 @@ def test_what_a_key_may_not_be(tmp_path: Path, party: Party, role: Role) -> None
     [
         ("client", ""),
         ("[[clients]]", ""),
-        ("[client]", "client[0]"),
-        ("client = 1", "client[0]"),
+        ("[client]", ""),
+        ("client = 1", ""),
+        ("client = [1]", "client[0]"),
         ('[[client]]\nengine = "decode"', "client[0].key"),
         ('[[client]]\nkey = "short"\nengine = "decode"', "client[0].key"),
         (f'[[client]]\nkey = "{KEY}"', "client[0].engine"),

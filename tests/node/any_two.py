@@ -10,17 +10,15 @@ import numpy as np
 
 from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
-from kvproto.copying.lowering import lower
 from kvproto.copying.program import Window
-from kvproto.net import Dialer, Listener, private_address
+from kvproto.net import Listener, private_address
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import plan
 from kvproto.rank.base import party_of
-from kvproto.sink.node import SinkNode
-from tests.node.nodes import PREFILL, DrivenSource, Nodes, finished
+from tests.node.nodes import PREFILL, DrivenSource, Nodes, finished, sink_node
 from tests.node.test_node import CONTENT
 from tests.plan.worlds import caches, side
-from tests.pools import allocate, contents
+from tests.pools import allocate, contents, lower
 from tests.session.driver import ticket
 
 FEW, ROOM = 8, 40
@@ -95,7 +93,7 @@ class AnyTwo(Nodes):
         required = routes.required(number)
         self.required = [node for node in sources if node.pool.layout.rank in required]
         """Those that the sink asks."""
-        sink = SinkNode(party_of("d", self.pool), self.pool, Dialer(), **take)
+        sink = sink_node("d", self.pool, **take)
         sink.connect(PREFILL, addresses[required[0]])
         super().__init__(sources, [sink])
 

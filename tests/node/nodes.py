@@ -26,7 +26,9 @@ import kvproto.source.node
 from kvproto import Options, Pool, Prompt, Ticket
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Arrived, Connected, Lost, PagesFree
+from kvproto.net import Dialer
 from kvproto.planning.axes import NO_AXES
+from kvproto.rank.base import party_of
 from kvproto.rank.page_tables import grants_of
 from kvproto.sink import Fetch
 from kvproto.sink.node import SinkNode
@@ -118,7 +120,7 @@ class Caller:
     def post(self, work: Callable[[], None], failed: Callable[[Exception], object]) -> None:
         work()
 
-    def call_back(self, call: Callable[[], object]) -> None:
+    def later(self, call: Callable[[], object], wake: bool = False) -> None:
         call()
 
 
@@ -143,6 +145,11 @@ class Owner:
 
     def later(self, call: Callable[[], object], wake: bool = False) -> None:
         call()
+
+
+def sink_node(name: str, pool: Any, transports: Sequence[Any] = (), **options: Any) -> SinkNode:
+    """A sink rank with these options."""
+    return SinkNode(party_of(name, pool), pool, Dialer(), Options(**options), transports)
 
 
 class DrivenSource(SourceNode):
@@ -267,7 +274,7 @@ class Nodes:
     def idle(self) -> bool:
         """Whether no transfer is under way at a sink, and no copy at a source."""
         links = [link for sink in self.sinks for link in sink._links.values()]
-        return all(link.idle for link in links) and not any(node.busy for node in self.sources)
+        return all(link.idle for link in links) and not any(node._copies.under_way for node in self.sources)
 
     def close(self) -> None:
         for node in (*self.sinks, *self.sources):

@@ -10,7 +10,7 @@ import numpy as np
 from kvproto import Pool
 from kvproto.copying.lowering import Pair
 from kvproto.planning.plan import plan
-from kvproto.rank.registration import PeerMapping, PeerMemory, map_peer, register
+from kvproto.rank.registration import PeerMapping, map_peer, register
 from kvproto.session.descriptions import Described, Stated
 from kvproto.session.records import SourceAttempt
 from kvproto.session.table import TransferState
@@ -37,14 +37,14 @@ class Stage:
         routes = plan(geometry(1), geometry(1)).between(0, 0)
         self.pair = Pair(routes, self.source.layout, self.sink.layout)
 
-    def asked(self, transports: Sequence[Transport]) -> PeerMemory:
+    def asked(self, transports: Sequence[Transport]) -> tuple[Register, Described]:
         """What the sink registers."""
         return registered(self.sink, transports, self.pair)
 
     def peer(self, transport: Transport) -> PeerMapping:
         """The sink as the source reaches it."""
         asked = self.asked([transport])
-        return map_peer(asked, [transport], self.pair, self.source.memories, writes=True)
+        return map_peer(*asked, [transport], self.pair, self.source.memories, writes=True)
 
     def send(self, peer: PeerMapping, sequence: int = 1, first: int = 0, prefill: Prefill | None = None) -> Send:
         """A transfer that the sink asks for, and what is computed for it."""
@@ -62,14 +62,14 @@ class Stage:
         return Send(request, prefill or Prefill(), attempt, peer, attempt.granted)
 
 
-def registered(pool: Pool, transports: Sequence[Transport], pair: Pair) -> PeerMemory:
+def registered(pool: Pool, transports: Sequence[Transport], pair: Pair) -> tuple[Register, Described]:
     made, _ = register(transports, pool.memories, pair.nothing, pair.nothing.runs)
     message = Register(
         session=1, request=1, source=bytes(32), sink=bytes(32), epoch=1, access=Access.WRITE, regions=made.regions,
         columns=tuple(pool.layout.columns.values()), plan=bytes(32), routes=(),
     )  # fmt: skip
     stated = Stated.of(geometry(1))
-    return PeerMemory(1, message, Described(stated, stated, plan(geometry(1), geometry(1)), (0, 0)))
+    return message, Described(stated, stated, plan(geometry(1), geometry(1)), (0, 0))
 
 
 def tables(pages: Sequence[int] = HERE) -> dict[int, Any]:

@@ -14,16 +14,27 @@ import pytest
 from kvproto.copying.lowering import Pair
 from kvproto.errors import KvprotoError
 from kvproto.events import Refused
-from kvproto.net import Dialer, Listener, private_address
+from kvproto.net import Listener, private_address
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
 from kvproto.rank.base import party_of
 from kvproto.session import limits
 from kvproto.session.limits import PATIENCE, PING_SILENCE, TICKET_WAIT
-from kvproto.sink.node import SinkNode
 from kvproto.source.prefill import Computed
 from kvproto.wire.enums import ErrorCode
-from tests.node.nodes import SINK, SOURCE, DrivenSource, Nodes, Received, TransferLost, ahead, begin, serve, sleep
+from tests.node.nodes import (
+    SINK,
+    SOURCE,
+    DrivenSource,
+    Nodes,
+    Received,
+    TransferLost,
+    ahead,
+    begin,
+    serve,
+    sink_node,
+    sleep,
+)
 from tests.node.test_node import CONTENT, ITEMS, TOKENS
 from tests.node.test_sources import HELD, P0, PAGES, Q0, Fleet, fleet
 from tests.pools import allocate
@@ -43,7 +54,7 @@ def mappings() -> int:
 def decode(conn: Connection, address: str) -> None:
     """A decode rank, until it is killed."""
     pool = allocate(geometry(1), 0, ITEMS)
-    node = SinkNode(party_of("other", pool), pool, Dialer())
+    node = sink_node("other", pool)
     node.connect(P0, address)
     conn.send("listening")
     serve(conn, node)
@@ -54,14 +65,14 @@ def test_a_sink_that_was_killed_leaves_no_session_and_no_mapping(fleet: Fleet, m
     before = mappings()
     with contextlib.ExitStack() as stack:
         process, _ = begin(stack, decode, fleet.address(P0))
-        fleet.until(lambda: source.memory)
+        fleet.until(lambda: source.memory._mapped)
         assert mappings() > before
         os.kill(process.pid or 0, signal.SIGKILL)
     with monkeypatch.context() as patch:
         for seconds in (PING_SILENCE + 1, PING_SILENCE + PATIENCE + 2):
             ahead(patch, seconds, *SOURCE)
             fleet.turn(source)
-    assert (len(source.endpoint.sessions), len(source.memory), mappings()) == (0, 0, before)
+    assert (len(source.endpoint.sessions), len(source.memory._mapped), mappings()) == (0, 0, before)
     fleet.connect(P0)
     assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
 
@@ -73,12 +84,12 @@ def test_runs_that_were_superseded_are_unmapped(fleet: Fleet) -> None:
     fleet.ready()
     before = mappings()
     for n in range(5):
-        later = SinkNode(party_of("d", fleet.pool), fleet.pool, Dialer())
+        later = sink_node("d", fleet.pool)
         later.connect(P0, fleet.address(P0))
         fleet.sinks.append(later)
         fleet.until(lambda n=n: fleet.connected == n + 2)  # type: ignore[misc]
         fleet.sinks.remove(later)
-    assert (len(source.endpoint.sessions), len(source.memory), mappings()) == (1, 1, before)
+    assert (len(source.endpoint.sessions), len(source.memory._mapped), mappings()) == (1, 1, before)
 
 
 def test_a_source_that_never_ends_what_it_has_accepted(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +137,7 @@ def test_a_request_costs_the_same_beside_many_that_wait(fleet: Fleet) -> None:
     """Requests of which a part is computed, each asked for by a sink: a turn looks at none of them."""
     source = fleet.source(P0, 1)
     fleet.connect(P0)
-    other = SinkNode(party_of("other", fleet.pool), fleet.pool, Dialer())
+    other = sink_node("other", fleet.pool)
     other.connect(P0, fleet.address(P0))
     fleet.sinks.append(other)
     fleet.ready()
@@ -185,7 +196,7 @@ def test_a_turn_of_a_sink_costs_the_same_beside_many_sources(fleet: Fleet) -> No
 
 def test_a_sink_that_is_not_eager_greets_a_source_with_its_first_fetch(fleet: Fleet) -> None:
     sources = {replica: fleet.source(replica, byte) for byte, replica in enumerate((P0, Q0), 10)}
-    later = SinkNode(party_of("later", fleet.pool), fleet.pool, Dialer(), eager=False)
+    later = sink_node("later", fleet.pool, eager=False)
     fleet.sinks.append(later)
     for replica in sources:
         later.connect(replica, fleet.address(replica))
@@ -204,13 +215,13 @@ def test_a_plan_that_takes_long_takes_no_turn(tmp_path: Path) -> None:
     address = private_address(tmp_path, "kv")
     pools = [allocate(theirs, 0, {0: 2}), allocate(made, 0, {0: 2}), allocate(made, 0, {0: 2})]
     source = DrivenSource(party_of("p", pools[0]), pools[0], Listener(address), dict.fromkeys(range(107), address))
-    sinks = [SinkNode(party_of(name, pool), pool, Dialer()) for name, pool in zip("de", pools[1:], strict=True)]
+    sinks = [sink_node(name, pool) for name, pool in zip("de", pools[1:], strict=True)]
     with contextlib.closing(Nodes([source], sinks)) as nodes:
         for sink in sinks:
             sink.connect(P0, address)
         ready: list[int] = []
         with calls_of(plan, Pair.__init__) as calls:
-            while len(source.memory) < 2:  # the other ranks that they look for are this one, too
+            while len(source.memory._mapped) < 2:  # the other ranks that they look for are this one, too
                 for node in (source, *sinks):
                     nodes.turn(node, ready=ready)
                 ready = sleep([source, *sinks], 1.0)

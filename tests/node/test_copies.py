@@ -54,7 +54,7 @@ class Dispatched:
         return np.array_equal(there[THERE[:2]], here[HERE[:2]])
 
     def close(self) -> None:
-        self.peer.close()
+        self.peer.connection.close()
         self.stage.source.close()
         self.stage.sink.close()
 
@@ -68,15 +68,15 @@ def made() -> Iterator[Dispatched]:
 
 def test_a_copy_is_over_when_its_bytes_are_there(made: Dispatched) -> None:
     attempt, parts = made.send()
-    assert not made.copies.busy
+    assert not made.copies.under_way
     assert made.start((attempt, parts)) is not None
-    assert (made.copies.busy, attempt.copies) == (True, 1)
+    assert (bool(made.copies.under_way), attempt.copies) == (True, 1)
     assert not made.copies.advance()
     assert not made.copied()
     made.device.launches[0].end()
     assert made.copies.advance()
     assert made.copied()
-    assert (made.copies.busy, attempt.copies) == (False, 0)
+    assert (bool(made.copies.under_way), attempt.copies) == (False, 0)
     assert (attempt.failure, attempt.proof) == (None, Proof.PROVEN)
 
 
@@ -113,7 +113,7 @@ def test_a_copy_that_cannot_start_fails_all_that_it_serves(made: Dispatched, mon
     first, second = made.send(1), made.send(2)
     assert made.start(first, second) is None
     assert [attempt.failure for attempt, _ in (first, second)] == [FAULT, FAULT]
-    assert not made.copies.busy
+    assert not made.copies.under_way
 
 
 @pytest.mark.parametrize("at", ["start", "done"])

@@ -18,9 +18,8 @@ from kvproto import Pool
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import DeviceFault, LocalError
 from kvproto.events import Disconnected, Over, Unwanted
-from kvproto.net import Dialer, Listener, private_address
+from kvproto.net import Listener, private_address
 from kvproto.rank.base import party_of
-from kvproto.sink.node import SinkNode
 from kvproto.transport.base import Memory, Move
 from kvproto.transport.process import Watch
 from kvproto.transport.shm.transport import ShmTransport
@@ -84,7 +83,7 @@ class Decode(nodes.Nodes):
     """A decode rank and its source, which may come anew."""
 
     def __init__(self, pool: Pool, address: str, quarantine: float = 0.5) -> None:
-        self.node = SinkNode(party_of("d", pool), pool, Dialer(), quarantine=quarantine)
+        self.node = nodes.sink_node("d", pool, quarantine=quarantine)
         super().__init__([], [self.node])
         self.find(address)
 
@@ -173,7 +172,7 @@ def test_a_sink_that_is_killed_keeps_no_pages(world: World) -> None:
     prefill = nodes.Nodes([source], [])
     source.expect(made, CONTENT, TOKENS)
     process, _ = nodes.begin(world.stack, asking, address, made)
-    prefill.until(lambda: source.by_key[key] not in source.tickets.unasked())
+    prefill.until(lambda: source.tickets.is_asked(key))
     process.kill()
     prefill.ends(Unwanted, 1)
     source.finish(key, nodes.finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))

@@ -46,7 +46,9 @@ def test_a_short_request_ends_while_a_long_one_is_copied_and_summed(
         warm = asked(other, SHORT, [129])
         beside.until(lambda: warm.done)
         long = asked(one, LONG, list(range(128)))
-        both.until(lambda: source._node.busy if not pull else one._node._links["prefill", 0]._puller._pulls)
+        both.until(
+            lambda: source._node._copies.under_way if not pull else one._node._links["prefill", 0]._puller._pulls
+        )
         short = asked(other, SHORT, [129])
         while not short.done:
             # A door is ready while it has work; its sockets only when a message has come: so none waits for a part.

@@ -15,7 +15,7 @@ from kvproto.catalog.models import PRESETS, describe
 from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.errors import RemoteError
 from kvproto.events import Over, Refused
-from kvproto.net import Dialer, Listener, private_address
+from kvproto.net import Listener, private_address
 from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan
 from kvproto.rank.base import party_of
@@ -245,7 +245,7 @@ def test_after_an_abort_in_the_middle_the_next_request_has_all_slots(pair: Calla
     made.abort(0)
     assert made.lost() == (ErrorCode.ABORTED, True)
     made.ends(Over, 2)
-    assert not any(node.busy for node in made.sources)
+    assert not any(node._copies.under_way for node in made.sources)
     nodes.put(made.sinks[0].pool, 0)
     sink_items = ask(made, np.random.default_rng())
     made.turn(made.sinks[0])
@@ -262,7 +262,7 @@ def test_a_sink_that_returns_no_slots_holds_up_nobody_else(pair: Callable[..., P
     made.sinks = [served]
     (received,) = made.ends(nodes.Received, 1)
     assert received.bytes[0] > SLOTS * SLOT
-    assert made.sources[0].busy
+    assert made.sources[0]._copies.under_way
     made.sinks = [idle, served]
     made.ends(nodes.Received, 2)
     check(made, sink_items)
@@ -278,7 +278,7 @@ def test_a_request_ends_at_its_deadline_though_the_sink_returns_no_slots(
     made.sources_until(lambda: len(chunks.slots.get(1, ())) == SLOTS)
     nodes.ahead(monkeypatch, 6, *nodes.SOURCE)
     made.sources_until(lambda: made.count(Over) == 1)
-    assert not made.sources[0].busy
+    assert not made.sources[0]._copies.under_way
     assert made.lost() == (ErrorCode.DEADLINE, True)
 
 
@@ -309,7 +309,7 @@ def test_pages_after_a_source_was_killed(
     with contextlib.ExitStack() as stack:
         process, hear = nodes.begin(stack, source, address, made, mode)
         pool = allocate(geometry(1), 0, ITEMS)
-        sink = SinkNode(party_of("d", pool), pool, Dialer(), transports=[NixlTransport(mode, SLOTS, SLOT)])
+        sink = nodes.sink_node("d", pool, transports=[NixlTransport(mode, SLOTS, SLOT)])
         sink.connect(nodes.PREFILL, address)
         alone = stack.enter_context(contextlib.closing(nodes.Nodes([], [sink])))
         alone.ready()

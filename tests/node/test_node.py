@@ -12,15 +12,14 @@ import pytest
 import kvproto.source.node
 from kvproto.events import Over
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.options import PART_BYTES
+from kvproto.options import Options
 from kvproto.planning.geometry import Geometry
 from kvproto.rank.base import party_of
-from kvproto.sink.node import SinkNode
 from kvproto.source.node import SourceNode
 from kvproto.transport.base import Move, Transport
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode
-from tests.node.nodes import PREFILL, DrivenSource, Nodes, Received, TransferLost, finished
+from tests.node.nodes import PREFILL, DrivenSource, Nodes, Received, TransferLost, finished, sink_node
 from tests.pools import allocate, column
 from tests.session.driver import geometry, ticket
 
@@ -50,7 +49,7 @@ class Pair(Nodes):
     def __init__(
         self, folder: Path, source: Geometry, sink: Geometry, verify: bool = True, trust: bool = False,
         give: Callable[[], Sequence[Transport]] = list, take: Callable[[], Sequence[Transport]] = list,
-        part_bytes: int = PART_BYTES, pull: bool = False, pull_source: bool = False, pull_sink: bool = False,
+        part_bytes: int = Options().part_bytes, pull: bool = False, pull_source: bool = False, pull_sink: bool = False,
         lease: float = 10.0, first_part_ratio: float | None = None,
     ) -> None:  # fmt: skip
         """`trust`: the sinks alone do not verify."""
@@ -68,10 +67,7 @@ class Pair(Nodes):
         sinks = []
         for each in sink.ranks:
             pool = allocate(sink, each.rank, ITEMS)
-            made = SinkNode(
-                party_of("d", pool), pool, Dialer(), verify=verify and not trust, transports=take(),
-                pull=pull or pull_sink,
-            )  # fmt: skip
+            made = sink_node("d", pool, take(), verify=verify and not trust, pull=pull or pull_sink)
             made.connect(PREFILL, addresses[0])
             sinks.append(made)
         super().__init__(sources, sinks)

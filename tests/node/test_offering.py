@@ -7,13 +7,12 @@ import pytest
 
 from kvproto.copying.execute import execute
 from kvproto.copying.grants import check_grants, items_needed
-from kvproto.copying.lowering import lower
 from kvproto.copying.program import Window, windows
 from kvproto.planning.plan import plan
 from kvproto.source.prefill import offered
 from kvproto.wire.messages import Grants
 from tests.node.any_two import FEW, ROOM, small_world, window, world
-from tests.pools import allocate, contents
+from tests.pools import allocate, contents, lower
 from tests.session.driver import geometry
 
 

@@ -402,7 +402,7 @@ def test_an_abort_is_drained_when_every_part_is_over(tmp_path: Path, finished: b
         assert len(device.launches) == number
         prefill.finish()
         made.until(lambda: made.count(Over) == 1)
-        assert not made.sources[0].busy
+        assert not made.sources[0]._copies.under_way
 
 
 def test_a_busy_device_gets_every_part_later(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_a_busy_device_gets_every_part_later(tmp_path: Path) -> None:
         device.launches[0].end()
         made.until(lambda: len(device.launches) == 2)
         prefill.finish()
-        made.until(lambda: made.sources[0].busy)
+        made.until(lambda: made.sources[0]._copies.under_way)
         device.launches[1].end()
         made.until(lambda: len(device.launches) == 3)
         device.launches[2].end()

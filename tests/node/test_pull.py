@@ -12,9 +12,8 @@ import pytest
 
 from kvproto.errors import LocalError
 from kvproto.events import Disconnected, Expired, Over, Sent
-from kvproto.net import Dialer, Listener, private_address
+from kvproto.net import Listener, private_address
 from kvproto.rank.base import party_of
-from kvproto.sink.node import SinkNode
 from kvproto.transport.base import Connection as Connected
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire import decode, encode
@@ -418,7 +417,7 @@ def test_a_source_is_killed_while_it_is_read(tmp_path: Path, monkeypatch: pytest
     with contextlib.ExitStack() as stack:
         process, hear = nodes.begin(stack, source, address, made)
         pool, mover = allocate(geometry(1), 0, ITEMS), SlowMover()
-        sink = SinkNode(party_of("d", pool), pool, Dialer(), transports=[mover], pull=True)
+        sink = nodes.sink_node("d", pool, transports=[mover], pull=True)
         sink.connect(nodes.PREFILL, address)
         alone = stack.enter_context(contextlib.closing(nodes.Nodes([], [sink])))
         alone.ready()

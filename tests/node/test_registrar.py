@@ -7,12 +7,14 @@ import attrs
 import pytest
 
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.rank.registration import PeerMemory, features_of, map_peer, register
+from kvproto.options import Options
+from kvproto.rank.registration import features_of, map_peer, register
+from kvproto.session.descriptions import Described
 from kvproto.transport.base import Capabilities, Connection, Exposure, Move, Transport
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Feature, MemoryKind
 from kvproto.wire.enums import Transport as Code
-from kvproto.wire.messages import Handle, Region
+from kvproto.wire.messages import Handle, Region, Register
 from tests.errors import raises
 from tests.node.stages import Stage, able
 
@@ -64,10 +66,10 @@ class Named(ShmTransport):
             raise RemoteError(ErrorCode.TRANSPORT_FAILED, "regions[0]", "no kernel", self.capabilities.code.name)
 
 
-def reach(stage: Stage, asked: PeerMemory, *transports: Transport) -> Transport:
-    made = map_peer(asked, transports, stage.pair, stage.source.memories, writes=True)
+def reach(stage: Stage, asked: tuple[Register, Described], *transports: Transport) -> Transport:
+    made = map_peer(*asked, transports, stage.pair, stage.source.memories, writes=True)
     assert sorted(made.connection.mapped) == [0]
-    made.close()
+    made.connection.close()
     assert not made.connection.mapped
     return made.transport
 
@@ -90,14 +92,14 @@ def test_the_next_transport_is_tried_where_one_fails(stage: Stage, fails: str) -
 def test_why_the_last_did_not_work_is_told(stage: Stage) -> None:
     wrong = [Named(Code.CUDA, "connect"), Named(Code.SHM, "prepare")]
     with raises(KvprotoError, code=ErrorCode.TRANSPORT_FAILED, path="regions[0]", mine="no kernel"):
-        map_peer(stage.asked(wrong), wrong, stage.pair, stage.source.memories, writes=True)
+        map_peer(*stage.asked(wrong), wrong, stage.pair, stage.source.memories, writes=True)
 
 
 def test_no_common_transport_says_what_each_side_has(stage: Stage) -> None:
     asked = stage.asked([Named(Code.CUDA), Named(Code.NIXL)])
     ours = {"path": "regions[0].handles", "mine": "SHM", "yours": "CUDA, NIXL", "advice": "use a common transport"}
     with raises(RemoteError, code=ErrorCode.NO_TRANSPORT, **ours):
-        map_peer(asked, [ShmTransport()], stage.pair, stage.source.memories, writes=True)
+        map_peer(*asked, [ShmTransport()], stage.pair, stage.source.memories, writes=True)
 
 
 def test_every_transport_exposes_every_region_and_ids_of_more_do_not_meet(stage: Stage) -> None:
@@ -113,6 +115,11 @@ def test_every_transport_exposes_every_region_and_ids_of_more_do_not_meet(stage:
 def test_features_are_those_of_the_transports_and_of_the_options() -> None:
     staged = able(ShmTransport(), features=(Feature.STAGED,))
     always = {Feature.EPOCHS, Feature.INTENT, Feature.SPANS}
-    assert set(features_of([ShmTransport()], False, False)) == always
-    assert set(features_of([staged, staged], True, True)) == {Feature.STAGED, Feature.VERIFY, Feature.PULL, *always}
-    assert set(features_of([], "pages", False)) == {Feature.VERIFY, Feature.VERIFY_PAGES, *always}
+    assert set(features_of([ShmTransport()], Options(verify=False))) == always
+    assert set(features_of([staged, staged], Options(pull=True))) == {
+        Feature.STAGED,
+        Feature.VERIFY,
+        Feature.PULL,
+        *always,
+    }
+    assert set(features_of([], Options(verify="pages"))) == {Feature.VERIFY, Feature.VERIFY_PAGES, *always}

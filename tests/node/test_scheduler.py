@@ -6,7 +6,7 @@ import pytest
 
 from kvproto.source.schedule import Scheduler, Send
 from kvproto.transport.shm.transport import ShmTransport
-from kvproto.transport.staging.packed import Layer
+from kvproto.transport.staging.packed import Layer, PackedLink
 from kvproto.wire.enums import ErrorCode
 from tests.node.nodes import finished
 from tests.node.stages import HERE, LAYER, TOKENS, Stage, able, computed
@@ -151,7 +151,7 @@ def test_a_stream_is_told_of_whole_layers(stage: Stage) -> None:
 
 def test_through_staging_slots_the_whole_request_goes_as_one_that_grows(stage: Stage) -> None:
     made = attempt(stage)
-    made.peer.packed = True
+    made.peer.connection.link = PackedLink()
     request = made.prefill
     request.add(computed(6, (0, 3)))
     request.add(computed(6, (0, 1), model=1))

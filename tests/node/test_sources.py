@@ -14,10 +14,10 @@ import pytest
 from kvproto import Ticket
 from kvproto.errors import LocalError
 from kvproto.events import Disconnected, Over, Refused
-from kvproto.net import Dialer, Listener, private_address
+from kvproto.net import Listener, private_address
 from kvproto.planning.geometry import Geometry
 from kvproto.rank.base import party_of
-from kvproto.sink.node import Replica, SinkNode
+from kvproto.sink.node import Replica
 from kvproto.source.node import SourceNode
 from kvproto.transport.base import Exposure, Move, Transport
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
@@ -44,7 +44,7 @@ class Fleet(nodes.Nodes):
     def __init__(self, folder: Path, transports: Sequence[Transport] = ()) -> None:
         self.folder = folder
         self.pool = allocate(geometry(1), 0, ITEMS)
-        self.sink = SinkNode(party_of("d", self.pool), self.pool, Dialer(), transports=transports)
+        self.sink = nodes.sink_node("d", self.pool, transports=transports)
         super().__init__([], [self.sink])
 
     def address(self, replica: Replica) -> str:
@@ -304,7 +304,7 @@ def test_a_connection_that_breaks_loses_nothing(fleet: Fleet, monkeypatch: pytes
     conn = before.conn
     fleet.sink._dialer.drop(fleet.sink._links[P0])
     source.finish(bytes(made.key), nodes.finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
-    fleet.until(lambda: not source.busy)
+    fleet.until(lambda: not source._copies.under_way)
     nodes.ahead(monkeypatch, 6, *nodes.SINK)  # it pings, and hears that nobody knows it
     fleet.turn()
     nodes.ahead(monkeypatch, 6)
@@ -321,7 +321,7 @@ def test_a_later_run_of_a_sink_takes_over(fleet: Fleet, monkeypatch: pytest.Monk
     fleet.connect(P0)
     number = fleet.ask(P0, source)
     fleet.until(lambda: slow.started)
-    later = SinkNode(party_of("d", fleet.pool), fleet.pool, Dialer())
+    later = nodes.sink_node("d", fleet.pool)
     fleet.sinks.append(later)
     later.connect(P0, fleet.address(P0))
     fleet.ready()

@@ -8,7 +8,6 @@ import numpy as np
 
 from kvproto.copying.columns import check_columns
 from kvproto.copying.grants import items_needed
-from kvproto.copying.lowering import lower
 from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import plan
@@ -17,6 +16,7 @@ from kvproto.wire.messages import Columns
 from tests.plan import oracle
 from tests.plan.oracle import Request
 from tests.plan.worlds import Cache, caches, layout, regions, side
+from tests.pools import lower
 
 ITEMS = 40
 

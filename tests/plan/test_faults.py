@@ -13,7 +13,8 @@ from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window
-from kvproto.planning.geometry import Geometry, owned_before, owner
+from kvproto.planning.deals import owned_before, owner
+from kvproto.planning.geometry import Geometry
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.rank.pool import columns_without_gaps

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from kvproto.copying.grants import begins_of, cut_to_begins, held_from, items_needed, rows_of
 from kvproto.copying.program import RankLayout
-from kvproto.planning.geometry import Geometry, Group, Part, Rank, owned_before, owner, owns
+from kvproto.planning.deals import owned_before, owner
+from kvproto.planning.geometry import Geometry, Group, Part, Rank, owns
 from kvproto.planning.plan import Box, Route
 from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType, ItemKind

@@ -12,7 +12,6 @@ from kvproto.catalog.config import draft_of
 from kvproto.catalog.models import PRESETS, describe, specs
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.grants import items_needed
-from kvproto.copying.lowering import lower
 from kvproto.copying.program import RankLayout, Window
 from kvproto.errors import LocalError, PlanError
 from kvproto.planning.geometry import Geometry, validate
@@ -21,6 +20,7 @@ from kvproto.planning.plan import plan
 from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 from tests.errors import raises
+from tests.pools import lower
 
 F8, F4 = DType.F8E4M3, DType.F4E2M1
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvproto.copying.execute import PageSums, checksums, execute, page_sums
 from kvproto.copying.grants import items_needed
-from kvproto.copying.lowering import Pair, lower
+from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window, windows
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.layout import Cache, Parallel, lay_out
@@ -18,6 +18,7 @@ from kvproto.wire.enums import DType
 from kvproto.wire.messages import Columns, Grants
 from kvproto_conformance import lowering
 from kvproto_conformance.cases import Case, load
+from tests.pools import lower
 
 CACHES = [
     Cache.gqa("kv", [3, 5, 8], kv_heads=2, head_dim=4, page=4),

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproto.copying.lowering import lower
 from kvproto.copying.program import RankLayout
 from kvproto.errors import PlanError
 from kvproto.planning.arrays import merged_intervals
@@ -34,6 +33,7 @@ from kvproto.wire.messages import Fact
 from tests.errors import raises
 from tests.plan import oracle
 from tests.plan.worlds import caches, side
+from tests.pools import lower
 
 
 def rows_of(made: Plan, ordinal: int) -> list[oracle.Row]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvproto.copying.columns import check_columns
 from kvproto.copying.execute import _batches, checksums, execute
 from kvproto.copying.grants import check_grants, items_needed
-from kvproto.copying.lowering import Pair, lower
+from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, RowMap, Window
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.geometry import (
@@ -36,6 +36,7 @@ from tests.errors import raises
 from tests.plan import oracle
 from tests.plan.programs import ITEMS, Held, hold, spans
 from tests.plan.worlds import caches, layout, regions, side
+from tests.pools import lower
 
 
 @settings(max_examples=130, deadline=None, suppress_health_check=list(HealthCheck))

@@ -9,7 +9,6 @@ import pytest
 from kvproto.copying.columns import check_columns
 from kvproto.copying.execute import checksums
 from kvproto.copying.grants import check_grants
-from kvproto.copying.lowering import lower
 from kvproto.copying.program import RankLayout, windows
 from kvproto.errors import PlanError
 from kvproto.planning.geometry import validate
@@ -18,6 +17,7 @@ from kvproto.wire import from_json
 from kvproto.wire.messages import Columns, Geometry, Grants
 from kvproto_conformance import lowering_vectors, pool_vectors, row_vectors, size_vectors
 from tests.plan.worlds import regions
+from tests.pools import lower
 
 PLANS, LOWERED = (
     [case for maker in makers for case in json.loads(maker.FILE.read_text())["cases"]]

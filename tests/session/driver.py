@@ -359,7 +359,7 @@ class World:
 
     def unmap(self, address: str, event: UnmapAsked) -> None:
         """A source gives memory back."""
-        self.sources[address].sessions[event.session].unmapped(event.epoch)
+        self.sources[address].sessions[event.session].holder.unmapped(event.epoch)
 
     def run(self) -> None:
         """Pass frames until nobody has any."""

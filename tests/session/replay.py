@@ -376,7 +376,7 @@ class Opening(Replay):
         self.world.sink("d0", driver.geometry(1, weights=self.weights))
 
     def drain(self) -> None:
-        self.source.drain()
+        self.source.draining = True
 
     def asked(self) -> SinkSession:
         """The session over which the sink was asked to map memory."""
@@ -395,7 +395,7 @@ class Opening(Replay):
 
     def refuse(self, at: str) -> None:
         if at == "0":
-            self.source.sessions[self.registered("s0")].refuse_register(FAULT)
+            self.source.sessions[self.registered("s0")].holder.refuse(FAULT)
         else:
             self.sink.refuse_register(self.asked(), FAULT, self.clocks[TO_SINK])
 

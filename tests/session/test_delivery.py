@@ -363,7 +363,7 @@ def test_silence_is_asked_about_and_proves_nothing() -> None:
     """KVP-SES-PING, KVP-SES-PONG, KVP-SES-LOST."""
     world = Heard()
     for endpoint in (world.sinks["d0"], world.sources["s0"]):
-        assert endpoint.next_deadline() == PING_SILENCE
+        assert endpoint.timers.next() == PING_SILENCE
     world.pass_time(PING_SILENCE)
     assert len(world.of(m.Ping)) == len(world.of(m.Pong)) == 2
     assert world.sinks["d0"].ready
@@ -486,7 +486,9 @@ def test_an_engine_that_goes_away_takes_nothing_new(goodbye: bool) -> None:
     made = world.asked()
     (hello,), (transfer,) = world.of(m.Hello), world.of(m.Transfer)
     source = world.sources["s0"]
-    source.goodbye("over") if goodbye else source.drain()
+    source.draining = True
+    if goodbye:
+        source.goodbye("over")
     assert decode_all(source)[:1] == (["Goodbye"] if goodbye else [])
     (refused,) = world.say(attrs.evolve(hello, request=5), "new")
     (failed,) = world.say(attrs.evolve(transfer, request=60, sequence=2, ticket=ticket().key))
@@ -503,7 +505,7 @@ def test_a_source_that_drains_serves_all_ranks_of_a_sink_of_which_one_has_asked(
     """KVP-SES-DRAINING, KVP-TRN-CHECKS."""
     world = Heard(sinks=2)
     made = world.asked("d0")
-    world.sources["s0"].drain()
+    world.sources["s0"].draining = True
     world.fetch("d1", made, CONTENT)
     world.serve()
     assert [len(world.events(name, "Arrived")) for name in ("d0", "d1")] == [1, 1]
@@ -536,7 +538,7 @@ def test_a_ticket_without_its_prompt_says_so() -> None:
     world.fetch("d0", ticket(), CONTENT)
     assert [a.state for a in world.of(m.Accepted)] == [RequestState.PENDING]
     world.pass_time(TICKET_WAIT - 1)
-    assert world.sources["s0"].next_deadline() == TICKET_WAIT
+    assert world.sources["s0"].timers.next() == TICKET_WAIT
     world.pass_time(10.0)
     (failed,) = world.of(m.Failed)
     assert failed.code == ErrorCode.UNKNOWN_TICKET

@@ -519,7 +519,7 @@ def test_both_sides_of_pull_register_again() -> None:
     (session,) = world.sources["s0"].sessions.values()
     old = world.kept["s0"]
     new = allocate(geometry(1), 0, {0: 8, 1: 8, 2: 8})
-    session.expose(2, new, (memory(new).region,), tuple(new.layout.columns.values()), world.now)
+    session.owner.register(2, new, (memory(new).region,), tuple(new.layout.columns.values()), world.now)
     world.sinks["d0"].expose(world.another("d0"), world.now)
     world.run()
     world.kept["s0"] = new
@@ -550,7 +550,7 @@ def test_an_epoch_of_a_source_that_is_asked_back_at_once_is_read_no_more() -> No
     assert owner.epochs == {}
     assert not world.sinks["d0"].ready
     pool = world.kept["s0"]
-    session.expose(2, pool, (memory(pool).region,), tuple(pool.layout.columns.values()), world.now)
+    session.owner.register(2, pool, (memory(pool).region,), tuple(pool.layout.columns.values()), world.now)
     world.run()
     assert world.sinks["d0"].ready
 
@@ -560,7 +560,7 @@ def early(world: PullEpochs) -> None:
     asked(world)
     (session,) = world.sources["s0"].sessions.values()
     new = allocate(geometry(1), 0, {0: 8, 1: 8, 2: 8})
-    session.expose(2, new, (memory(new).region,), tuple(new.layout.columns.values()), world.now)
+    session.owner.register(2, new, (memory(new).region,), tuple(new.layout.columns.values()), world.now)
     world.kept["s0"] = new
     (serve,) = world.events("s0", "TransferRequested")
     world.offer("s0", serve)

@@ -36,8 +36,8 @@ def test_vectors(case: dict[str, Any]) -> None:
         assert (caught.value.code.name, caught.value.path) == (case["error"], case["path"])
         return
     for seed in (0, 7, 2**64 - 1):
-        chosen = negotiate(greased(sink, seed), source)
-        assert (f"{chosen.major}.{chosen.minor}", [str(f) for f in chosen.features]) == (
+        version, features = negotiate(greased(sink, seed), source)
+        assert (f"{version.major}.{version.minor}", [str(f) for f in features]) == (
             case["version"],
             case["features"],
         )

@@ -35,7 +35,7 @@ class PullWorld(driver.Hearing):
         pool, made = self.kept[address], self.sources[address].sessions[session]
         made.accept_register(Transport.SHM)
         if made.pulls:
-            made.expose(1, pool, (memory(pool).region,), tuple(pool.layout.columns.values()), self.now)
+            made.owner.register(1, pool, (memory(pool).region,), tuple(pool.layout.columns.values()), self.now)
 
     def run(self) -> None:
         super().run()

@@ -217,7 +217,7 @@ def test_memory_that_cannot_be_mapped_is_refused_and_the_next_register_is_served
     world = met(maps=False)
     (number,) = world.sources["s0"].sessions
     error = RemoteError(ErrorCode.TRANSPORT_FAILED, "regions[0].handles[0]", "a sealed file", "a file that may shrink")
-    world.sources["s0"].sessions[number].refuse_register(error)
+    world.sources["s0"].sessions[number].holder.refuse(error)
     world.run()
     (refused,) = world.of(Refused)
     assert (refused.code, refused.path) == (ErrorCode.TRANSPORT_FAILED, "regions[0].handles[0]")

@@ -180,7 +180,7 @@ def test_a_drained_source_resumes_what_it_has() -> None:
     """KVP-SES-DRAINING: it refuses new sessions alone."""
     world = Reconnected()
     world.asked(finished=False)
-    world.sources["s0"].drain()
+    world.sources["s0"].draining = True
     world.broken = 1
     world.pass_time(PING_SILENCE)
     assert world.sinks["d0"].ready
@@ -233,7 +233,7 @@ def test_a_source_that_was_stopped_for_longer_than_anybody_is_patient_gives_the_
         world.run()
     assert len(world.events("d0", "Proven")) == 1
     assert bool(world.of(m.Drained)) != finished
-    assert world.sinks["d0"].next_deadline() is None  # nothing more is asked
+    assert world.sinks["d0"].timers.next() is None  # nothing more is asked
 
 
 @pytest.mark.parametrize("forgotten", [False, True])

@@ -405,7 +405,7 @@ def test_nothing_is_kept_of_what_is_over(made: type[World]) -> None:
         for name in world.sinks:
             world.transfer(name, request, CONTENT)
         world.go_on()
-    assert not len(source.tickets)
+    assert not list(source.tickets)
     for session in source.sessions.values():
         assert (session.attempts, session._pending, session.low_water) == ({}, {}, 100)
     for sink in world.sinks.values():
@@ -499,4 +499,4 @@ def test_nobody_is_woken_for_a_transfer_that_need_not_be_asked_about_yet() -> No
     world.fetch("d0", made, CONTENT)
     world.pass_time(1.0)
     for each in (world.sinks["d0"], world.sources["s0"]):
-        assert each.next_deadline() > world.now
+        assert each.timers.next() > world.now

@@ -48,7 +48,7 @@ def test_a_step_is_one_copy_each_way_whatever_there_is(draft: bool) -> None:
         engine.turn(*tokens, step=False)
     engine.cache.step()
     assert engine.cache.copies.programs == 1
-    assert len(engine.cache.host) == 2 + 3 + 3
+    assert len(engine.cache.host.ids()) == 2 + 3 + 3
     engine.forget()
     chains = [engine.chain(*tokens) for tokens in (A, B, (*A, *B))]
     leases = [engine.cache.open(chain, len(chain.own)) for chain in chains]
@@ -68,21 +68,21 @@ def test_what_two_prompts_share_is_copied_once() -> None:
     engine.turn(*A, step=False)
     engine.turn(*A, 50, 51, 52, 53, step=False)
     engine.cache.step()
-    assert len(engine.cache.host) == 3
+    assert len(engine.cache.host.ids()) == 3
     assert engine.cache.copies.bytes == 3 * sum(part.length for part in engine.layout.components)
 
 
 def test_pages_are_written_when_the_policy_says() -> None:
     engine = Engine(3, 8, policy=WritePolicy.SELECTIVE)
     engine.turn(*A, after=True)
-    assert len(engine.cache.host) == 0
+    assert len(engine.cache.host.ids()) == 0
     engine.turn(*A, after=True)
-    assert len(engine.cache.host) == 2
+    assert len(engine.cache.host.ids()) == 2
     engine = Engine(4, 8, policy=WritePolicy.WRITE_BACK)
     engine.turn(*A, after=True)
     assert engine.cache.copies.programs == 0
     engine.turn(*B)
-    assert len(engine.cache.host) == 2
+    assert len(engine.cache.host.ids()) == 2
     assert engine.turn(*A).found == {"device": 0, "host": 2}
 
 
@@ -91,7 +91,7 @@ def test_a_page_that_is_given_up_goes_to_the_host_with_all_before_it() -> None:
     engine = Engine(4, 8, policy=WritePolicy.WRITE_BACK)
     engine.turn(*B)
     engine.turn(1, 2, 3, 4, 5)
-    assert len(engine.cache.host) == 3
+    assert len(engine.cache.host.ids()) == 3
     assert engine.turn(*B).found == {"device": 2, "host": 1}
 
 
@@ -122,7 +122,7 @@ def test_a_copy_that_fails_shortens_a_hit() -> None:
     engine.turn(*A)
     engine.pager.fails = True
     engine.cache.step()
-    assert len(engine.cache.host) == 0
+    assert len(engine.cache.host.ids()) == 0
     engine.pager.fails = False
     engine.turn(*A, after=True)
     engine.forget()
@@ -222,7 +222,7 @@ def test_no_byte_is_wrong_and_every_slot_is_freed_once_whatever_fails(seed: int)
     engine.pager.fails = False
     engine.cache.drain()
     for index in (engine.cache.device, engine.cache.host):
-        assert not any(index.slots.pins(slot) for slot in range(index.slots.count))
+        assert not any(index.slots.pins[slot] for slot in range(index.slots.count))
     assert list(engine.free()) == [engine.cache.device.slots.count, engine.cache.host.slots.count]
     engine.cache.close()
 

@@ -152,11 +152,11 @@ class Pair:
         assert slots.free == model.free
         assert slots.idle == len(model.order)
         assert row(slots) == [model.tree[page] for page in model.order]
-        assert len(index) == len(model.tree)
+        assert len(index.ids()) == len(model.tree)
         states = Counter({state: n for state, n in slots.counts().items() if n})
         assert states[SlotState.READABLE] == len(model.tree)
         assert states[SlotState.RETIRING] == len(model.retiring)
-        assert [slots.pins(s) for s in range(model.count)] == [model.pins[s] for s in range(model.count)]
+        assert [slots.pins[s] for s in range(model.count)] == [model.pins[s] for s in range(model.count)]
 
 
 MOVES_OF_A_PAIR = (

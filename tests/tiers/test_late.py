@@ -66,10 +66,10 @@ def engine(pages: int, slots: int, policy: WritePolicy = WritePolicy.WRITE_THROU
 def test_what_is_on_its_way_is_found_when_it_has_come() -> None:
     made, pager = engine(8, 8)
     made.turn(*A, after=True)
-    assert len(made.cache.host) == 0
+    assert len(made.cache.host.ids()) == 0
     pager.finish(1)
     made.cache.step()
-    assert len(made.cache.host) == 2
+    assert len(made.cache.host.ids()) == 2
     made.forget()
     lease = made.cache.open(made.chain(*A), 3)
     assert lease is not None
@@ -123,7 +123,7 @@ def test_two_requests_that_bring_one_page_keep_the_slots_that_they_were_given() 
         assert lease is not None
         lease.leave(9)
     made.cache.drain()
-    assert len(made.cache.device) == 2
+    assert len(made.cache.device.ids()) == 2
     assert list(made.free()) == [8, 8]
 
 

@@ -24,7 +24,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvproto.copying.execute import execute
-from kvproto.copying.lowering import lower
 from kvproto.copying.program import OP, CopyProgram, Operations, RankLayout, Runs, Window
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
@@ -42,6 +41,7 @@ from kvproto.wire.messages import Handle, Region
 from tests.errors import raises
 from tests.plan import oracle
 from tests.plan.test_program import hold
+from tests.pools import lower
 from tests.processes import FORKED, imported
 from tests.transport.test_packed import two_engines
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
-from kvproto.copying.lowering import lower
 from kvproto.copying.program import EMPTY_MAP, CopyProgram, Operations, RankLayout, Window
 from kvproto.errors import KvprotoError
 from kvproto.planning.geometry import Geometry, Rank, gqa, mla, owns
@@ -25,6 +24,7 @@ from tests.errors import raises
 from tests.plan import oracle
 from tests.plan.programs import Held, Spans, hold, random_pairs, spans
 from tests.plan.worlds import caches, side
+from tests.pools import lower
 
 
 def seen_by_sink(made: Plan, source: Geometry, number: int, sink: RankLayout, asked: dict[int, Window]) -> CopyProgram:

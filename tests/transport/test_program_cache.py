@@ -31,7 +31,7 @@ def test_it_goes_with_the_operations() -> None:
         assert once.get(ops, None, lambda: str(n)) == str(n)  # noqa: B023
         del ops
         gc.collect()
-    assert len(once) == 1
+    assert len(once._made) == 1
     assert once.get(kept, None, lambda: "anew") == "kept"
 
 
@@ -48,4 +48,4 @@ def test_what_could_not_be_made_is_tried_again() -> None:
     assert once.get(ops, 1, lambda: 6) == 6
     del ops
     gc.collect()
-    assert len(once) == 0
+    assert len(once._made) == 0

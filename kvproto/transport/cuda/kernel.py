@@ -147,9 +147,6 @@ class PerProgramCache(Generic[T]):
     def __init__(self) -> None:
         self._made: dict[tuple[int, Hashable], T] = {}
 
-    def __len__(self) -> int:
-        return len(self._made)
-
     def get(self, ops: npt.NDArray[np.void], rest: Hashable, make: Callable[[], T]) -> T:
         """The value that `make` returned for this array and `rest`; raises as `make` does, and keeps nothing then."""
         key: tuple[int, Hashable] = id(ops), rest

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from kvproto.errors import LocalError
 from kvproto.transport.base import Allocation, Memory, Pager, Provider, Regions, Transport
 from kvproto.transport.bench import Absent, BenchJob, Constants, CostedWay, Floor, Measured, same_path
+from kvproto.transport.tensors import CUDA
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
-_DLPACK_CUDA = 2
 _SLOW = "less than PCIe 3.0 x16 gives: see `nvidia-smi topo -m`, the slot's width, IOMMU, ACS, who uses the GPU"
 
 
@@ -27,7 +27,7 @@ class _CudaProvider(Provider):
         return memory
 
     def allocation_of(self, device: tuple[int, int], address: int, length: int) -> Allocation | None:
-        if device[0] != _DLPACK_CUDA:
+        if device[0] != CUDA:
             return None
         from kvproto.transport.cuda.memory import DeviceMemory, allocation_at
 
@@ -57,7 +57,7 @@ class _CudaProvider(Provider):
 
     floors = (Floor("cuda", ("pull", "push", "engine"), True, 10e9, _SLOW),)
     costs = (
-        CostedWay("pull", "kernel", "copy", Constants(370e9, 1.0e-11, 15e-6), "one gather-scatter kernel, pull"),
+        CostedWay("pull", "kernel", "copy", Constants(370e9, 1.0e-11, 15e-6)),  # gathers and scatters
         CostedWay("push", "kernel, push", "copy"),
     )
 

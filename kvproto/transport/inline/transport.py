@@ -11,7 +11,7 @@ from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.transport import base
 from kvproto.transport.shm.memory import SharedMemory, buffers
-from kvproto.transport.staging.packed import IncomingStream, OutgoingStream, PackedLink, PackedStream, Packer
+from kvproto.transport.staging.packed import IncomingStream, OutgoingStream, PackedLink, PackedStream, Packer, PeerPages
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Data, Handle, Region
@@ -58,16 +58,11 @@ class InlineLink(PackedLink):
 
 
 class InlineStream(OutgoingStream):
-    """A `Copying` and its own `Stream`. Each poll of `done` packs what may go."""
+    """Each poll of `done` packs what may go."""
 
     def __init__(self, link: InlineLink, packer: Packer, grows: bool) -> None:
         super().__init__(link, packer, grows)
         self._link = link
-        self._pieces: list[DataPiece] = []
-
-    @property
-    def stream(self) -> "InlineStream":
-        return self
 
     @property
     def done(self) -> bool:
@@ -89,10 +84,6 @@ class InlineStream(OutgoingStream):
         self._packer.pack(self._at, data)
         self._pieces.append(DataPiece(self._at, data, self._at + size == self.bytes))
         self._at += size
-
-    def take(self) -> list[DataPiece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
 
     def stop(self) -> Proof:
         """Send nothing more. Only the sink writes its pages, so nothing that is on its way can arrive in one."""
@@ -149,16 +140,6 @@ class InlineReceiver:
 # both
 
 
-@attrs.frozen
-class _Apart(base.Mapped):
-    """A peer's region, which only the peer itself writes, from Data."""
-
-    link: InlineLink
-
-    def close(self) -> None:
-        """There is nothing to unmap."""
-
-
 class InlineTransport(base.Transport):
     """Moves bytes inside the session; `window` is what this side grants as a sink, at most `max_credit`."""
 
@@ -194,10 +175,10 @@ class InlineTransport(base.Transport):
             raise RemoteError(ErrorCode.NO_TRANSPORT, "regions[0].handles", mine, "INLINE", "use another transport")
         link = InlineLink()
 
-        def connect(region: Region, path: str) -> _Apart:
+        def connect(region: Region, path: str) -> PeerPages:
             if all(handle.transport != TransportCode.INLINE for handle in region.handles):
                 raise base.no_handle(path, TransportCode.INLINE)
-            return _Apart(link)
+            return PeerPages(path, link)
 
         connection = base.connect_each(regions, used, connect)
         connection.link = link
@@ -206,7 +187,7 @@ class InlineTransport(base.Transport):
     def start(self, moves: Sequence[base.Move]) -> InlineStream:
         """Start one move; raises OUT_OF_REGION."""
         (move,) = moves
-        link = next((m.link for m in move.sinks.values() if isinstance(m, _Apart)), InlineLink())
+        link = next((m.link for m in move.sinks.values() if isinstance(m, PeerPages)), InlineLink())
         return InlineStream(link, PackedStream(move.program, "source", _buffers(move.sources)), move.grows)
 
     def begin_checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> Callable[[], dict[int, int]]:

@@ -9,8 +9,6 @@ from kvproto.transport.shm.memory import SharedMemory
 from kvproto.wire.enums import MemoryKind
 
 _SLOW = "UCX goes by sockets or through the host: see UCX_TLS, UCX_NET_DEVICES"
-_PACKED = "index_select, one peer copy, index_copy"
-_DIRECT = "one descriptor for each run, as UCX takes them"
 
 
 class _NixlProvider(Provider):
@@ -31,9 +29,10 @@ class _NixlProvider(Provider):
         Floor("nixl", ("direct",), False, 0.5e9, "UCX does not use shared memory: see UCX_TLS, and limits of /dev/shm"),
         Floor("nixl", ("direct",), True, DEVICE_FLOOR, f"{_SLOW}, and whether UCX knows CUDA"),
     )
+    # packed: index_select, one peer copy, index_copy; direct: one descriptor for each run, as UCX takes them
     costs = (
-        CostedWay("packed", "pack + copy + unpack", "packed", Constants(264e9, 1.0e-11, 60e-6), _PACKED),
-        CostedWay("direct", "descriptors", "direct", Constants(335e9, 6.5e-6, 50e-6), _DIRECT),
+        CostedWay("packed", "pack + copy + unpack", "packed", Constants(264e9, 1.0e-11, 60e-6)),
+        CostedWay("direct", "descriptors", "direct", Constants(335e9, 6.5e-6, 50e-6)),
     )
 
     def bench(self, memory: int, gpus: int) -> tuple[list[BenchJob], list[Absent]]:

@@ -12,16 +12,14 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-import attrs
-
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport import base
 from kvproto.transport.nixl.agent import Agent, Peer, Registered
 from kvproto.transport.nixl.backend import HostBackend, MemoryBackend
 from kvproto.transport.nixl.direct import DEVICE_FLOOR, Costs, DirectWrite, WriteMode, choose, probe, require_fast
-from kvproto.transport.staging.packed import Layer, Packer
-from kvproto.transport.staging.staged import ChunkPiece, StagedLink, StagedReceiver, StagedSender
+from kvproto.transport.staging.packed import Layer, Packer, PeerPages
+from kvproto.transport.staging.staged import StagedLink, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode, Feature, MemoryKind
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
@@ -32,17 +30,6 @@ _EMPTY = Handle(transport=TransportCode.NIXL, data=b"")
 """Says that the pages are behind staging slots."""
 _POLL = 20e-6, 10e-3
 """Seconds between polls of a GPU's events and writes; and on the host, where a descriptor announces every write."""
-
-
-@attrs.define
-class StagedRegion:
-    """A peer's pages that are reached only through its staging slots."""
-
-    path: str
-    link: StagedLink | None = None
-
-    def close(self) -> None:
-        """There is nothing to unmap."""
 
 
 class NixlTransport(base.Transport):
@@ -130,15 +117,15 @@ class NixlTransport(base.Transport):
             raise
         return connection
 
-    def _reach(self, region: Region, path: str) -> Peer | StagedRegion:
+    def _reach(self, region: Region, path: str) -> Peer | PeerPages:
         if any(h.transport == TransportCode.NIXL and not h.data for h in region.handles):
-            return StagedRegion(path)
+            return PeerPages(path)
         return self.agent.connect(region, path)
 
     def _stage(self, connection: base.Connection, allowed: bool) -> None:
         """Link the pages that are behind staging slots, if any; check that a GPU is reached fast."""
         mapped = connection.mapped.values()
-        behind = [m for m in mapped if isinstance(m, StagedRegion)]
+        behind = [m for m in mapped if isinstance(m, PeerPages)]
         peer = next((m for m in mapped if isinstance(m, Peer) and m.slots), None)
         if not behind:
             for page in (m for m in mapped if isinstance(m, Peer) and m.memory.kind == MemoryKind.CUDA):
@@ -164,14 +151,14 @@ class NixlTransport(base.Transport):
         connection.link, connection.release = link, lambda: self._free(own)
 
     def prepare(self, move: base.Move) -> None:
-        if any(isinstance(m, StagedRegion) for m in move.sinks.values()):
+        if any(isinstance(m, PeerPages) for m in move.sinks.values()):
             self.backend.prepare(move.program, "source", _own(move.sources))
 
     def start(self, moves: Sequence[base.Move]) -> "DirectWrite | StagedCopy":
         """Start one move; raises OUT_OF_REGION, TRANSPORT_FAILED."""
         (move,) = moves
         sources = _own(move.sources)
-        link = next((m.link for m in move.sinks.values() if isinstance(m, StagedRegion)), None)
+        link = next((m.link for m in move.sinks.values() if isinstance(m, PeerPages)), None)
         if link is not None:
             packer = self.backend.packer(move.program, "source", sources, move.after)
             return StagedCopy(link, packer, move.grows, self.backend.happened)
@@ -257,7 +244,7 @@ class NixlTransport(base.Transport):
 
 
 def _own(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, base.Memory]:
-    return {i: m for i, m in side.items() if not isinstance(m, Peer | StagedRegion)}  # type: ignore[misc]
+    return {i: m for i, m in side.items() if not isinstance(m, Peer | PeerPages)}  # type: ignore[misc]
 
 
 def _backend_of(device: int | None) -> MemoryBackend:
@@ -273,20 +260,15 @@ def _backend_of(device: int | None) -> MemoryBackend:
 
 
 class StagedCopy(StagedSender):
-    """A `Copying` and its own `Stream`."""
+    """A stream that is packed once its rows are there."""
 
     def __init__(
         self, link: StagedLink, packer: Packer, grows: bool, happened: Callable[[Sequence[int]], bool]
     ) -> None:
         super().__init__(link, packer, grows)
         self._happened = happened
-        self._pieces: list[ChunkPiece] = []
         self._coming: deque[tuple[Collection[Layer] | None, Sequence[int]]] = deque()
         """Layers, and the device events after which their rows are there."""
-
-    @property
-    def stream(self) -> "StagedCopy":
-        return self
 
     @property
     def done(self) -> bool:
@@ -303,7 +285,3 @@ class StagedCopy(StagedSender):
 
     def mark_ready(self, layers: Collection[Layer] | None, after: Sequence[int] = ()) -> None:
         self._coming.append((layers, after))
-
-    def take(self) -> list[ChunkPiece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces

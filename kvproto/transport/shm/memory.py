@@ -22,6 +22,7 @@ import numpy as np
 from kvproto.errors import LocalError, RemoteError
 from kvproto.transport.base import no_handle
 from kvproto.transport.process import boot_id
+from kvproto.transport.tensors import CPU
 from kvproto.wire.enums import ErrorCode, MemoryKind
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
@@ -67,8 +68,6 @@ def _unmap(address: int, length: int, process: int) -> None:
 
 _owned: "weakref.WeakSet[SharedMemory]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: _owned.clear())  # a child may have memory of its own at the same addresses
-_CPU = 1, 0
-"""DLPack's device."""
 
 
 class _Exported:
@@ -120,7 +119,7 @@ class SharedMemory:
         return np.asarray(_Exported(self)).__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _CPU
+        return CPU, 0
 
     @property
     def region(self) -> Region:

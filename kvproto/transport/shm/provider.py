@@ -10,8 +10,7 @@ from kvproto.transport.base import Allocation, Memory, Provider, Regions
 from kvproto.transport.bench import HOST, Absent, BenchJob, BenchPath, CostedWay, Floor, Measured, RunOnce
 from kvproto.transport.shm.memory import SharedMemory, connect, owner_of
 from kvproto.transport.shm.transport import HostPager, ShmTransport
-
-_DLPACK_CPU = 1
+from kvproto.transport.tensors import CPU
 
 
 class _ShmProvider(Provider):
@@ -21,7 +20,7 @@ class _ShmProvider(Provider):
         return SharedMemory(length, id) if device is None else None
 
     def allocation_of(self, device: tuple[int, int], address: int, length: int) -> Allocation | None:
-        owner = owner_of(address, length) if device[0] == _DLPACK_CPU else None
+        owner = owner_of(address, length) if device[0] == CPU else None
         return None if owner is None else Allocation(owner, lambda begin, end: (owner, owner.address))
 
     def preference(self, memory: Memory) -> int:

@@ -17,13 +17,14 @@ and writing it back: nothing else may write those bytes meanwhile, and no byte o
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.program import CopyProgram, IntArray, RowMap, Side
+from kvproto.copying.streams import Piece
 from kvproto.errors import KvprotoError, LocalError, RemoteError, bad
 from kvproto.wire.enums import CreditKind, ErrorCode
 
@@ -77,11 +78,22 @@ class PackedLink:
     def restart(self) -> None:
         """Forget all credit; streams that have begun fail, as what they sent may be lost."""
         for stream in self.active:
-            stream.broken = stream.begun
+            stream.broken = stream.left < stream.bytes
+
+
+@attrs.define
+class PeerPages:
+    """A peer's region whose pages only the peer itself writes, from the streams of a link."""
+
+    path: str
+    link: Any = None
+
+    def close(self) -> None:
+        """There is nothing to unmap."""
 
 
 class OutgoingStream:
-    """The source's end of a packed stream that is under way."""
+    """The source's end of a packed stream that is under way: a `Copying`, and its own `Stream`."""
 
     def __init__(self, link: PackedLink, packer: Packer, grows: bool = False) -> None:
         """With `grows`, nothing is packed before `mark_ready` says that its rows are there."""
@@ -89,13 +101,13 @@ class OutgoingStream:
         self._at, self._allowed = 0, 0 if grows else packer.length
         self.broken = False
         """Whether bytes of it may be lost."""
+        self._pieces: list[Piece] = []
         if packer.length:
             link.active.add(self)
 
     @property
-    def begun(self) -> bool:
-        """Whether any of its bytes was packed."""
-        return self._at > 0
+    def stream(self) -> Self:
+        return self
 
     @property
     def left(self) -> int:
@@ -104,6 +116,10 @@ class OutgoingStream:
     def mark_ready(self, layers: Collection[Layer] | None, after: Sequence[int] = ()) -> None:
         """Allow packing the rows of these layers, or of all."""
         self._allowed = self.bytes if layers is None else max(self._allowed, self._packer.prefix_bytes(layers))
+
+    def take(self) -> Sequence[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def _check(self) -> None:
         """Raise PEER_LOST if bytes may be lost."""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvproto.rank.tensors import CUDA, view_of
+from kvproto.transport.tensors import CUDA, view_of
 
 
 class OnAnotherGpu:
