@@ -57,7 +57,7 @@ PRESETS: dict[str, Preset] = {
             ffn=144,
             moe=MoeConfig(layers=(1, 2), experts=8, top_k=2, ffn=32, shared_ffn=48, normalize=True),
         ),
-        steps=1200,
+        steps=2400,
         seed=8,
     ),
     "draft-mla": Preset(
