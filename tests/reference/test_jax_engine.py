@@ -213,7 +213,7 @@ def compilations() -> Iterator[list[float]]:
 
 
 def test_few_programs_compile(folder: Path) -> None:
-    """Three for one token a span and three for up to 8, of up to 4 spans; then one for each doubling of pages."""
+    """One for one token a span and one for up to 8, of up to 4 spans; then one for each doubling of pages."""
     runner, _ = jax_engines.one(folder, Layout(tp=2), page=4)
     quick()  # which compiles to see what XLA knows
 
@@ -228,16 +228,16 @@ def test_few_programs_compile(folder: Path) -> None:
     with compilations() as found:
         for count in range(2, 9):
             steps([count], [0])
-        assert len(found) == 3  # embed, layer, head
+        assert len(found) == 1
         for start in range(1, 32):
             steps([1], [start])
-        assert len(found) == 6
+        assert len(found) == 2
         steps([1], [33])
-        assert len(found) == 7  # the layer, with more than 8 pages
+        assert len(found) == 3  # more than 8 pages
         for start in range(5, 11):
             steps([1] * 4, [start, 1, start + 1, 2])
             steps([1] * 3, [start, 1, 2])
-        assert len(found) == 7
+        assert len(found) == 3
 
 
 def test_misuse_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -149,8 +149,6 @@ class EngineOptions:
         if not hidden_of(configs):
             return
         for wrong, says in (
-            (self.framework == "jax",
-             "the JAX engine runs no head: choose --framework torch, or another draft"),
             (self.captured, "CUDA graphs keep no hidden states, which a head reads: leave --captured out"),
             (self.layout.draft_sharded and self.layout.cp > 1,
              "a head is not dealt over ranks of prefill: leave --draft-sharded out"),
@@ -386,19 +384,16 @@ def _check(role: str, args: argparse.Namespace) -> None:
     flashinfer, captured = args.back_end == "flashinfer", vars(args).get("captured", False)
     missing = {name for name in ("jax", "flashinfer") if importlib.util.find_spec(name) is None}
     kept = args.host_pages
-    ranks, devices = args.tp * args.cp, args.devices or (0,)
+    ranks, devices = args.tp * args.cp * args.pp, args.devices or (0,)
     refused = (
         (args.pools == "jax" and args.transport != "cuda",
          "--pools jax needs --transport cuda: elsewhere only kvproto's own memory is shared"),
         (args.pull and args.transport in ("nixl", "inline"),
          "--pull needs --transport shm or cuda: over nixl and inline prefill sends"),
-        (jax and args.dtype != "float32", "--framework jax computes in float32: choose torch for other types"),
         (jax and gpus and len(set(devices[:ranks])) < ranks,
          f"--framework jax needs a GPU for each of its {ranks} ranks, --devices names {','.join(map(str, devices))}"),
         (jax and args.pools != "own", "--pools is torch's: --framework jax computes in memory of kvproto's"),
         (jax and flashinfer, "--back-end is torch's: --framework jax has attention of its own"),
-        (jax and (args.pp > 1 or args.virtual > 1 or args.draft_tp),
-         "--pp, --virtual and --draft-tp are torch's: --framework jax has no stages, and the draft on all ranks"),
         ((args.draft == "none" or not args.speculate) and (args.draft_tp or vars(args).get("draft_sharded")),
          "--draft-tp and --draft-sharded are of a draft: leave them out, or give one by --draft and --speculate"),
         (args.virtual > 1 and args.pp == 1, "--virtual is chunks of each pipeline stage: it needs --pp above 1"),

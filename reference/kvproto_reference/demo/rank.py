@@ -105,7 +105,8 @@ class EngineProcess:
             from ..jax_engine.build import jax_hosted  # imports JAX, which torch engines do without
 
             gpus = options.devices[: self.ranks]
-            return jax_hosted(options.folders, self.geometry, options.layout, options.pages, gpus, options.window_pages)
+            sizes = options.pages, gpus, options.window_pages, options.dtype
+            return jax_hosted(options.folders, self.geometry, options.layout, *sizes)
         return torch_hosted(
             options.folders,
             options.configs,

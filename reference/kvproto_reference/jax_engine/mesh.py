@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..errors import EngineError
 
 __all__ = ["DEALT", "EVERYWHERE", "RANKS", "by_rank", "gpus", "host_devices", "mesh_of", "placed"]
+
+Tree = TypeVar("Tree")
 
 RANKS = PartitionSpec(("cp", "group", "dcp"))  # type: ignore[no-untyped-call]
 """An array whose first axis is split over all ranks."""
@@ -52,12 +54,13 @@ def gpus(numbers: Sequence[int]) -> list[jax.Device]:
     return [found[number] for number in numbers]
 
 
-def mesh_of(tp: int, dcp: int = 1, cp: int = 1, on: Sequence[int] = ()) -> Mesh:
+def mesh_of(tp: int, dcp: int = 1, cp: int = 1, on: Sequence[int] = (), first: int = 0) -> Mesh:
     """A mesh [cp, group, dcp] of a device for each rank, in rank order: `tp` for each CP rank, `dcp` for each group.
 
-    `on` holds the CUDA ordinals of the ranks' GPUs; empty, it means host devices. Raises EngineError.
+    `on` holds the CUDA ordinals of the ranks' GPUs; empty, it means host devices, from the one of number `first` on.
+    Raises EngineError.
     """
-    devices = gpus(on) if on else host_devices(cp * tp)
+    devices = gpus(on) if on else host_devices(first + cp * tp)[first:]
     return Mesh(np.array(devices).reshape(cp, -1, dcp), ("cp", "group", "dcp"))
 
 
@@ -66,7 +69,7 @@ def by_rank(mesh: Mesh, pieces: Sequence[npt.NDArray[Any]]) -> jax.Array:
     return placed(mesh, np.stack(pieces), RANKS)
 
 
-def placed(mesh: Mesh, array: npt.NDArray[Any], where: PartitionSpec) -> jax.Array:
-    """Put an array on the devices, split or copied as `where` says."""
-    made: jax.Array = jax.device_put(array, NamedSharding(mesh, where))
+def placed(mesh: Mesh, arrays: Tree, where: PartitionSpec) -> Tree:
+    """Put arrays on the devices, split or copied as `where` says; those of another mesh are moved."""
+    made: Tree = jax.device_put(arrays, NamedSharding(mesh, where))
     return made
