@@ -80,11 +80,10 @@ class EngineProcess:
         self.kept: KeptPages | None = None
         """Finds pages that were computed before, with --host-pages."""
         if options.host_pages:
-            computed_by, pool = names_of(folders, configs), self.pools[world.rank]
+            computed_by = names_of(folders, configs)
             host, storage, ahead = options.host_pages, options.storage, self.draft.ahead if self.draft else 0
             self.kept = KeptPages(
-                world.rank,
-                pool,
+                self.pools,
                 computed_by,
                 self.shards,
                 world,

@@ -137,7 +137,7 @@ def run(
     jax = options is not None and options.prefill_framework == "jax"
     how = _in_jax(options.prefill_tp) if options is not None and jax else {}
     turns, engine = play(folders, page_size, max_new, chunk, k, tell, **how)
-    served = by_two(turns, options) if options and not jax else []
+    served = by_two(turns, options) if options else []
     verdicts = verdict(turns) | (two.verdict(served) if served else {})
     if console is None:
         print(json.dumps({**as_json(turns, engine, verdicts), "served": two.as_json(served)}))

@@ -21,7 +21,7 @@ from ..errors import EngineError
 from ..models import ModelConfig, Pipeline, TensorParallel, head_among, key_head_of, kv_head_of
 from .attention import Attention, Heads
 from .context import ContextAttention
-from .mesh import by_rank, mesh_of
+from .mesh import by_rank, host_devices, mesh_of
 from .model import SAID, turn
 from .pool import RankPools, RankStates, gpus_of, numpy_of
 from .programs import ALL, NEAR, Programs
@@ -48,6 +48,8 @@ def jax_hosted(
     Sliding windows have `window_pages` pages (None: as many as the rest). Raises EngineError.
     """
     devices: Sequence[int | None] = gpus or [None] * layout.ranks
+    if not gpus:
+        host_devices(layout.ranks)  # all of them, as the first stage alone asks for its own
     groups = {group.id: group for group in geometry.groups}
 
     def allocated() -> dict[int, Pool]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,8 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..errors import EngineError
 
 __all__ = ["DEALT", "EVERYWHERE", "RANKS", "by_rank", "gpus", "host_devices", "mesh_of", "placed"]
-
-Tree = TypeVar("Tree")
 
 RANKS = PartitionSpec(("cp", "group", "dcp"))  # type: ignore[no-untyped-call]
 """An array whose first axis is split over all ranks."""
@@ -66,10 +64,10 @@ def mesh_of(tp: int, dcp: int = 1, cp: int = 1, on: Sequence[int] = (), first: i
 
 def by_rank(mesh: Mesh, pieces: Sequence[npt.NDArray[Any]]) -> jax.Array:
     """Stack each rank's own array, all of one shape, as [ranks, ...]; the program of a rank sees [1, ...]."""
-    return placed(mesh, np.stack(pieces), RANKS)
-
-
-def placed(mesh: Mesh, arrays: Tree, where: PartitionSpec) -> Tree:
-    """Put arrays on the devices, split or copied as `where` says; those of another mesh are moved."""
-    made: Tree = jax.device_put(arrays, NamedSharding(mesh, where))
+    made: jax.Array = placed(mesh, np.stack(pieces), RANKS)
     return made
+
+
+def placed(mesh: Mesh, arrays: Any, where: PartitionSpec) -> Any:
+    """Put a tree of arrays on the devices, split or copied as `where` says; those of another mesh are moved."""
+    return jax.device_put(arrays, NamedSharding(mesh, where))

@@ -169,8 +169,9 @@ class JaxRunner(Runner):
             x = made.x
             taps += [] if made.taps is None else [made.taps]
             self._store(stage, layers, step, made)
-            for layer in layers if computed is not None else ():
-                computed(layer)
+            if computed is not None:
+                for layer in layers:
+                    computed(layer)
         for chunk, stops in self._stops:
             for count in stops.sure:
                 self.arrived(chunk.pages, chunk.start + count)
@@ -238,7 +239,7 @@ class JaxRunner(Runner):
         key = layers, begins, ends, fuses
         if key not in self._pieces:
             at = {kind: stage.pools[kind].at(some) for kind, some in self._with_rows(layers).items()}
-            firsts: Any = placed(stage.programs.mesh, {kind: pages for kind, (_, pages) in at.items()}, EVERYWHERE)
+            firsts = placed(stage.programs.mesh, {kind: pages for kind, (_, pages) in at.items()}, EVERYWHERE)
             arrays = {kind: iter(of) for kind, (of, _) in at.items()}
             kinds = tuple(self._kind(layer) for layer in layers)
             taps = tuple(nth for nth, layer in enumerate(layers) if layer in self._taps)
