@@ -108,9 +108,8 @@ def test_address_in_use(start: Start, folder: Path) -> None:
         (["--pools", "jax"], "--transport cuda"),
         (["--transport", "pigeon"], "one of cuda, inline, nixl, shm"),
         (["--devices", "0"], "--devices needs --transport cuda or nixl"),
-        (["--framework", "jax", "--dtype", "bfloat16"], "--framework jax computes in float32"),
         (
-            ["--framework", "jax", "--transport", "cuda", "--tp", "2"],
+            ["--framework", "jax", "--transport", "cuda", "--pp", "2"],
             "a GPU for each of its 2 ranks, --devices names 0",
         ),
         (["--framework", "jax", "--transport", "cuda", "--pools", "jax"], "--pools is torch's"),

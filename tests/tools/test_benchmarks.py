@@ -20,6 +20,7 @@ RUNS = [
     "codec --rounds 1",
     "dcp_gpu --device cpu --gpus 1",
     "floods --quick",
+    "frameworks --quick --rounds 1",
     "harness {results}/plan.json {results}/plan.json",
     "inline --quick --rounds 1",
     "intent --quick --rounds 1",
@@ -41,6 +42,7 @@ RUNS = [
 NEEDS = {
     "codec": "msgspec",
     "dcp_gpu": "torch",
+    "frameworks": "jax",
     "serving": "transformers",
     "tiers_stores": "rocksdict",
     "transfer_host": "nixl",

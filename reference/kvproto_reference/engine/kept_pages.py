@@ -87,10 +87,10 @@ class KeptPages:
         windows: Mapping[str, int] | None = None,
         states: States = lambda pages, tokens: None,
     ) -> None:
-        """`pools` are by rank; `host` is the number of pages on the host, and `ahead` that of the tokens after it that a
-        draft's row needs. `windows` are as in `Tiers`, and `states` is `Runner.states` of the target.
+        """`pools` are by rank, `host` is the number of pages on the host, `ahead` that of tokens a draft's row needs.
 
-        Raises EngineError if pages do not hold whole runs of a deal.
+        `windows` are as in `Tiers`, and `states` is `Runner.states` of the target. Raises EngineError if pages do not
+        hold whole runs of a deal.
         """
         self._windows = windows or {}
         self.unit, self._each = tokens_a_unit([*shards, shards[0].whole] if self._windows else shards)

@@ -60,7 +60,8 @@ class RankPools:
         self._views = {key: [_rows(pool, self._group, *key) for pool in pools] for key in keys}
         shapes = {view.shape for views in self._views.values() for view in views}
         if len(shapes) > 1:
-            raise EngineError(f"JAX needs as many pages and KV heads on every rank, not {sorted(shapes)}")
+            found = f"JAX needs as many pages and KV heads on every rank, not {sorted(shapes)}"
+            raise EngineError(f"{found}: choose ranks that divide the KV heads, or --framework torch")
         firsts = [_firsts(pool, self._group, keys) for pool in pools]
         alike = firsts[0] is not None and all(each == firsts[0] for each in firsts)
         self._firsts = dict(zip(keys, firsts[0] or (), strict=True)) if alike else None
