@@ -27,7 +27,8 @@ POOLS = {"own": shareable, "jax": of_jax}
 PORTS = 256
 """TCP ports from one prefill replica to the next."""
 REPLICAS = 64
-FRAMEWORKS = ("torch", "jax")
+FRAMEWORKS = ("torch", "jax", "jax.distributed")
+"""The last is JAX with each rank in a process of its own."""
 TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other installed transport (default shm)"
 
 
@@ -115,8 +116,8 @@ class EngineOptions:
 
     @property
     def processes(self) -> int:
-        """Processes of the engine: one for each rank in torch, one for all of them in JAX."""
-        return self.layout.ranks if self.framework == "torch" else 1
+        """Processes of the engine: one for all ranks in JAX, otherwise one for each."""
+        return 1 if self.framework == "jax" else self.layout.ranks
 
     def device(self, rank: int) -> int | None:
         """The GPU of a rank; None: the host."""
@@ -175,7 +176,7 @@ class EngineOptions:
              " page: leave --pp out"),
             (layout.cp > 1, "tokens of a recurrent layer come one after the other, so that context-parallel ranks of"
              " prefill would wait for each other: leave --cp out"),
-            (layout.dcp > 1 and self.framework == "jax",
+            (layout.dcp > 1 and self.framework != "torch",
              "tokens of a hybrid model are dealt over ranks of decode by torch only: leave --dcp out"),
         ):  # fmt: skip
             if wrong:
@@ -380,7 +381,7 @@ def _deal(text: str) -> str | tuple[int, ...]:
 
 def _check(role: str, args: argparse.Namespace) -> None:
     """Raise EngineError for options that cannot be combined."""
-    gpus, jax = bool(args.devices) or args.transport == "cuda", args.framework == "jax"
+    gpus, jax = bool(args.devices) or args.transport == "cuda", args.framework != "torch"
     flashinfer, captured = args.back_end == "flashinfer", vars(args).get("captured", False)
     missing = {name for name in ("jax", "flashinfer") if importlib.util.find_spec(name) is None}
     kept = args.host_pages
@@ -397,7 +398,10 @@ def _check(role: str, args: argparse.Namespace) -> None:
         ((args.draft == "none" or not args.speculate) and (args.draft_tp or vars(args).get("draft_sharded")),
          "--draft-tp and --draft-sharded are of a draft: leave them out, or give one by --draft and --speculate"),
         (args.virtual > 1 and args.pp == 1, "--virtual is chunks of each pipeline stage: it needs --pp above 1"),
-        (jax and "jax" in missing, "--framework jax needs JAX: pip install jax"),
+        (jax and "jax" in missing, f"--framework {args.framework} needs JAX: pip install jax"),
+        (args.framework == "jax.distributed" and (args.pp > 1 or args.draft_tp),
+         "--framework jax.distributed has no stages, and the draft on all ranks: choose --framework jax, which has all"
+         " ranks in one process"),
         (args.devices and args.transport in ("shm", "inline"),
          "--devices needs --transport cuda or nixl: shm and inline move memory of the host"),
         (not 0 <= args.replica < REPLICAS, f"--replica must be 0 to {REPLICAS - 1}, not {args.replica}"),

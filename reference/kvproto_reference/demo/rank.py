@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ class EngineProcess:
             options.cold_draft is not None,
             options.max_logprobs,
         )
+        self._part: Callable[[], None] = lambda: None
+        """Leaves the other processes."""
         hosted = self._host(options, world)
         self.pools: Mapping[int, Pool] = hosted.pools
         self.target, self.draft, self._elsewhere = hosted.target, hosted.draft, hosted.elsewhere
@@ -100,12 +102,16 @@ class EngineProcess:
         """Becomes readable when a signal was handled."""
 
     def _host(self, options: EngineOptions, world: World) -> Hosted:
-        if options.framework == "jax":
-            from ..jax_engine.build import jax_hosted  # imports JAX, which torch engines do without
+        if options.framework != "torch":
+            from ..jax_engine import apart  # imports JAX, which torch engines do without
+            from ..jax_engine.build import jax_hosted
 
             gpus = options.devices[: self.ranks]
             sizes = options.pages, gpus, options.window_pages, options.dtype
-            return jax_hosted(options.folders, self.geometry, options.layout, *sizes)
+            if world.size > 1:
+                apart.meet(world, options.device(world.rank))
+                self._part = apart.part
+            return jax_hosted(options.folders, self.geometry, options.layout, *sizes, world if world.size > 1 else None)
         return torch_hosted(
             options.folders,
             options.configs,
@@ -144,6 +150,7 @@ class EngineProcess:
                 door.close("stopped" if self.status == 0 else "ended by an error")
             if self.kept is not None:
                 self.kept.close(self.status == 0)
+            self._part()
         if self._control is not None:
             self._control.close()
         return self.status

@@ -17,8 +17,9 @@ from .. import checkpoint
 from ..cache.states import CONV, shapes_of
 from ..engine.build import Hosted
 from ..engine.description import DRAFT, TARGET, WINDOW, Layout, shards
+from ..engine.world import World
 from ..errors import EngineError
-from ..models import ModelConfig, Pipeline, TensorParallel, head_among, key_head_of, kv_head_of
+from ..models import ModelConfig, Pipeline, TensorParallel, head_among, key_head_of, kv_head_of, kv_head_range
 from .attention import Attention, Heads
 from .context import ContextAttention
 from .mesh import by_rank, host_devices, mesh_of
@@ -42,19 +43,23 @@ def jax_hosted(
     gpus: Sequence[int] = (),
     window_pages: int | None = None,
     dtype: str = "float32",
+    apart: World | None = None,
 ) -> Hosted:
     """All ranks of an engine in JAX, one on each of `gpus` (CUDA ordinals), or without any on devices made of the CPU.
 
-    Sliding windows have `window_pages` pages (None: as many as the rest). Raises EngineError.
+    Sliding windows have `window_pages` pages (None: as many as the rest). With `apart` it is the rank of this process
+    alone, after `meet`. Raises EngineError.
     """
     devices: Sequence[int | None] = gpus or [None] * layout.ranks
-    if not gpus:
+    if apart is not None and (layout.pp > 1 or layout.draft_tp):
+        raise EngineError("stages, and drafts on fewer ranks, are of ranks in one process: choose --framework jax")
+    if not gpus and apart is None:
         host_devices(layout.ranks)  # all of them, as the first stage alone asks for its own
     groups = {group.id: group for group in geometry.groups}
 
     def allocated() -> dict[int, Pool]:
         made = {}
-        for rank in geometry.ranks:
+        for rank in geometry.ranks if apart is None else [geometry.ranks[apart.rank]]:
             names = [groups[share.group].name for share in rank.owns if groups[share.group].kind != ItemKind.HANDOFF]
             counts = {name: window_pages or pages if name == WINDOW else pages for name in names}
             made[rank.rank] = Pool.allocate(geometry, counts, rank=rank.rank, device=devices[rank.rank])
@@ -91,7 +96,7 @@ def jax_runner(
     ignored with context parallelism. A head has the embedding of `target`, whose steps keep the hidden states of the
     layers `taps`. Raises EngineError for ranks with unequal KV heads, and for two pools on one GPU.
     """
-    if [pool.rank for pool in pools] != list(range(layout.ranks)):
+    if jax.process_count() == 1 and [pool.rank for pool in pools] != list(range(layout.ranks)):
         raise EngineError(f"JAX hosts all {layout.ranks} ranks: it needs their pools, in rank order")
     config, model = checkpoint.load_config(folder, dtype), (TARGET, DRAFT).index(group)
     if config.head is not None and layout.draft_sharded and layout.cp > 1:
@@ -106,9 +111,11 @@ def jax_runner(
             for rank in range(layout.shares(model))
         ]
         load = _loaded(folder, target, config, places)
-        stages[number] = _stage(config, layout, group, [pools[rank] for rank in ranks], places, load, by_token)
+        own = [pool for pool in pools if pool.rank in ranks]
+        stages[number] = _stage(config, layout, group, own, ranks, places, load, by_token)
     order = {number: nth for nth, number in enumerate(stages)}
-    own = [found for pool in pools if (found := shards(pool.geometry, pool.rank).get(group))][:held]
+    said = pools[0].geometry
+    own = [found for rank in range(layout.ranks) if (found := shards(said, rank).get(group))][:held]
     return JaxRunner(config, [*stages.values()], [(order[number], layers) for number, layers in chunks], own, taps)
 
 
@@ -117,13 +124,18 @@ def _stage(
     layout: Layout,
     group: str,
     pools: Sequence[Pool],
+    ranks: Sequence[int],
     places: Sequence[TensorParallel],
     states: Sequence[Mapping[str, npt.NDArray[Any]]],
     by_token: bool,
 ) -> Stage:
-    """A stage on the ranks of these pools; `places` and `states` are those of TP ranks, and their weights."""
-    tp, dcp, cp = len(places), places[0].dcp, len(pools) // len(places)
-    mesh = mesh_of(tp, dcp, cp, gpus_of(pools), pools[0].rank)
+    """A stage on these ranks, with the pools of those in this process; `places` and `states` are those of TP ranks."""
+    tp, dcp, cp = len(places), places[0].dcp, len(ranks) // len(places)
+    held_heads = {hi - lo for lo, hi in (kv_head_range(config, place) for place in places)}
+    if len(held_heads) > 1:
+        found = f"JAX needs as many KV heads on every rank, not {sorted(held_heads)}"
+        raise EngineError(f"{found}: choose ranks that divide the heads, or --framework torch")
+    mesh = mesh_of(tp, dcp, cp, gpus_of(pools), ranks[0])
     dealt_by = next(each.cp_size for each in pools[0].geometry.groups if each.name == group)
     attention: Attention | ContextAttention
     if cp > 1 and dealt_by > 1:
@@ -157,8 +169,8 @@ def _stage(
         top={name: weight for name, weight in weights.items() if _layer_of(config, name) is None},
         layers={n: {_inner(name): w for name, w in weights.items() if _layer_of(config, name) == n} for n in here},
         pools=held,
-        states=RankStates(pools, config, recurrent) if recurrent else None,
-        ranks=tuple(pool.rank for pool in pools),
+        states=RankStates(pools, config, mesh, recurrent) if recurrent else None,
+        ranks=tuple(ranks),
     )
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..errors import EngineError
 
-__all__ = ["DEALT", "EVERYWHERE", "RANKS", "by_rank", "gpus", "host_devices", "mesh_of", "placed"]
+__all__ = ["DEALT", "EVERYWHERE", "RANKS", "by_rank", "gpus", "here", "host_devices", "mesh_of", "placed"]
 
 RANKS = PartitionSpec(("cp", "group", "dcp"))  # type: ignore[no-untyped-call]
 """An array whose first axis is split over all ranks."""
@@ -56,9 +56,14 @@ def mesh_of(tp: int, dcp: int = 1, cp: int = 1, on: Sequence[int] = (), first: i
     """A mesh [cp, group, dcp] of a device for each rank, in rank order: `tp` for each CP rank, `dcp` for each group.
 
     `on` holds the CUDA ordinals of the ranks' GPUs; empty, it means host devices, from the one of number `first` on.
-    Raises EngineError.
+    If ranks are in processes of their own, it is that of this one, and `first` the rank with the first device. Raises
+    EngineError.
     """
-    devices = gpus(on) if on else host_devices(first + cp * tp)[first:]
+    if jax.process_count() > 1:
+        devices = sorted(jax.devices("cuda" if on else "cpu"), key=lambda device: device.process_index)
+        devices = devices[first : first + cp * tp]
+    else:
+        devices = gpus(on) if on else host_devices(first + cp * tp)[first:]
     return Mesh(np.array(devices).reshape(cp, -1, dcp), ("cp", "group", "dcp"))
 
 
@@ -70,4 +75,13 @@ def by_rank(mesh: Mesh, pieces: Sequence[npt.NDArray[Any]]) -> jax.Array:
 
 def placed(mesh: Mesh, arrays: Any, where: PartitionSpec) -> Any:
     """Put a tree of arrays on the devices, split or copied as `where` says; those of another mesh are moved."""
-    return jax.device_put(arrays, NamedSharding(mesh, where))
+    sharding = NamedSharding(mesh, where)
+    if sharding.is_fully_addressable:
+        return jax.device_put(arrays, sharding)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda at: x[at]), arrays)
+
+
+def here(mesh: Mesh) -> list[int]:
+    """The ranks of a mesh whose devices are of this process, counted along it."""
+    mine = jax.process_index()
+    return [nth for nth, device in enumerate(mesh.devices.flat) if device.process_index == mine]

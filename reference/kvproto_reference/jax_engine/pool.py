@@ -28,7 +28,7 @@ from ..cache.states import CONV, SSM
 from ..engine.description import STATES
 from ..errors import EngineError
 from ..models import ModelConfig
-from .mesh import RANKS
+from .mesh import RANKS, here
 
 __all__ = ["RankPools", "RankStates", "gpus_of", "host_tensor", "numpy_of"]
 
@@ -49,7 +49,8 @@ class RankPools:
         self, pools: Sequence[Pool], group: str, config: ModelConfig, mesh: Mesh, layers: Sequence[int]
     ) -> None:
         self._group, self._parts, self._layers = group, config.parts, tuple(layers)
-        self._sharding, self._devices = NamedSharding(mesh, RANKS), list(mesh.devices.flat)
+        self._sharding, self._here, self._ranks = NamedSharding(mesh, RANKS), here(mesh), mesh.size
+        self._devices = [mesh.devices.flat[rank] for rank in self._here]
         self.move(pools)
 
     def move(self, pools: Sequence[Pool]) -> None:
@@ -60,8 +61,7 @@ class RankPools:
         self._views = {key: [_rows(pool, self._group, *key) for pool in pools] for key in keys}
         shapes = {view.shape for views in self._views.values() for view in views}
         if len(shapes) > 1:
-            found = f"JAX needs as many pages and KV heads on every rank, not {sorted(shapes)}"
-            raise EngineError(f"{found}: choose ranks that divide the KV heads, or --framework torch")
+            raise EngineError(f"JAX needs pools of as many pages on every rank, not {sorted(shapes)}")
         firsts = [_firsts(pool, self._group, keys) for pool in pools]
         alike = firsts[0] is not None and all(each == firsts[0] for each in firsts)
         self._firsts = dict(zip(keys, firsts[0] or (), strict=True)) if alike else None
@@ -104,7 +104,7 @@ class RankPools:
         for part, found in rows.items():
             for shard in found.addressable_shards:
                 rank = shard.index[0].start or 0
-                whole = self._stacked(layers, part, rank)
+                whole = self._stacked(layers, part, self._here.index(rank))
                 with _on(whole[0].device):
                     tokens, slots = (torch.from_numpy(each).to(whole[0].device) for each in places[rank])
                     new = tensor_of(shard.data).flatten(0, 1).flatten(1, 2)[:, tokens]
@@ -141,16 +141,17 @@ class RankPools:
         for view, array in zip(views, made, strict=True):
             if array.unsafe_buffer_pointer() != view.data_ptr():
                 raise EngineError("XLA would read a copy of the pool, not the memory that transports write")
-        shape = (len(views) * len(views[0]), *views[0].shape[1:])
+        shape = (self._ranks * len(views[0]), *views[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self._sharding, made)
 
 
 class RankStates:
     """Recurrent states of some layers of one model in the pools of ranks, in rank order."""
 
-    def __init__(self, pools: Sequence[Pool], config: ModelConfig, layers: Sequence[int]) -> None:
+    def __init__(self, pools: Sequence[Pool], config: ModelConfig, mesh: Mesh, layers: Sequence[int]) -> None:
         """Raises EngineError as `RankPools` does."""
         self._config, self._layers = config, layers
+        self._here, self._ranks = here(mesh), mesh.size
         self.move(pools)
 
     def move(self, pools: Sequence[Pool]) -> None:
@@ -165,22 +166,26 @@ class RankStates:
         }
 
     def read(self, layer: int, items: Sequence[int | None], spans: int) -> dict[str, npt.NDArray[Any]]:
-        """The states [ranks, spans, ...] of a layer by part: in the items of the first spans, or zeros for None."""
+        """The states [ranks, spans, ...] of a layer by part: in the items of the first spans, or zeros for None.
+
+        Those of ranks in other processes are zeros too.
+        """
         found = {}
         for part, views in self._views[layer].items():
-            pieces = [torch.zeros(spans, *view.shape[1:], dtype=view.dtype) for view in views]
-            for piece, view in zip(pieces, views, strict=True):
+            whole = torch.zeros(self._ranks, spans, *views[0].shape[1:], dtype=views[0].dtype)
+            for rank, view in zip(self._here, views, strict=True):
                 for span, item in enumerate(items):
                     if item is not None:
-                        piece[span] = view[item]
-            found[part] = np.stack([numpy_of(piece) for piece in pieces])
+                        whole[rank, span] = view[item]
+            found[part] = numpy_of(whole)
         return found
 
     def write(self, layer: int, states: Mapping[str, jax.Array], places: Sequence[tuple[int, int, int]]) -> None:
         """Store states of a layer [ranks, spans, m, ...] by part; `places` has span, number and item of each."""
         for part, found in states.items():
             for shard in found.addressable_shards if places else ():
-                view, new = self._views[layer][part][shard.index[0].start or 0], tensor_of(shard.data)[0]
+                view = self._views[layer][part][self._here.index(shard.index[0].start or 0)]
+                new = tensor_of(shard.data)[0]
                 for span, nth, item in places:
                     view[item] = new[span, nth].to(view.device)
 

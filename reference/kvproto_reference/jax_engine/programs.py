@@ -166,7 +166,7 @@ def _program(p: Programs, piece: Piece) -> Callable[..., Any]:
         top=ranks, layers=ranks, heads=ranks, pools=ranks, firsts=everywhere, reads=ranks, states=ranks,
         stops=everywhere, x=tokens, features=tokens, wanted=everywhere,
     )  # fmt: skip
-    gives = Made(x=tokens, logits=everywhere, rows=ranks, states=ranks, taps=tokens)
+    gives = Made(x=tokens, logits=everywhere, rows=ranks, states=ranks, taps=everywhere)
     return compiled(p.mesh, functools.partial(_run, p, piece), (takes,), gives, p.small)
 
 
@@ -186,6 +186,8 @@ def _run(p: Programs, piece: Piece, given: Given) -> Made:
     }
     states = jax.tree.map(lambda found: found[None], layer.states)
     kept = jnp.concatenate(taps, -1) if taps else None
+    if kept is not None and p.tokens == DEALT:
+        kept = lax.all_gather(kept, "cp", tiled=True)
     if not piece.ends:
         return Made(x, (), rows, states, kept)
     x = lax.all_gather(x, "cp", tiled=True) if p.tokens == DEALT else x

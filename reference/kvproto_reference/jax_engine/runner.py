@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import numpy.typing as npt
 import torch
-from jax.sharding import NamedSharding
 from torch import Tensor
 
 from kvproto import Pool
@@ -199,7 +198,7 @@ class JaxRunner(Runner):
     def move(self, pools: Mapping[int, Pool]) -> None:
         """Go on with other pools, by rank of the engine; what the present ones hold is forgotten."""
         for stage in self._stages:
-            own = [pools[rank] for rank in stage.ranks]
+            own = [pools[rank] for rank in stage.ranks if rank in pools]
             for pool in stage.pools.values():
                 pool.move(own)
             if stage.states is not None:
@@ -250,9 +249,9 @@ class JaxRunner(Runner):
     def _given(self, stage: Stage, step: _Step) -> Given:
         """The arguments of a stage's programs that are the same for all its layers."""
         mesh, nothing = stage.programs.mesh, dict[str, Any]()
-        ranks, tokens, everywhere = (NamedSharding(mesh, of) for of in (RANKS, stage.programs.tokens, EVERYWHERE))
+        where = RANKS, stage.programs.tokens, EVERYWHERE
         host = {kind: of.reads for kind, of in step.of.items()}, step.features, (step.stops, step.wanted)
-        reads, features, (stops, wanted) = jax.device_put(host, (ranks, tokens, everywhere))
+        reads, features, (stops, wanted) = (placed(mesh, *each) for each in zip(host, where, strict=True))
         x: Any = step.tokens  # until a piece has its own
         return Given(stage.top, (), stage.heads, nothing, nothing, reads, (), stops, x, features, wanted)
 
