@@ -314,7 +314,7 @@ def test_misuse_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="not 9: ask for all"):
         host_devices(9)
     jax_engines.drawn(ModelConfig(kind="gqa", kv_heads=4, head_dim=8, **jax_engines.SIZES | {"heads": 8}), tmp_path)
-    with pytest.raises(EngineError, match="as many KV heads on every rank.*: choose ranks that divide the heads"):
+    with pytest.raises(EngineError, match=r"as many KV heads on every rank.*: choose ranks that divide the heads"):
         jax_engines.one(tmp_path, Layout(tp=3))
     head = checkpoint.CHECKPOINTS / "eagle-gqa"
     with pytest.raises(EngineError, match="eagle-gqa is a head, which runs beside its target: give it as the draft"):

@@ -55,8 +55,8 @@ class EngineProcess:
             options.cold_draft is not None,
             options.max_logprobs,
         )
-        self._part: Callable[[], None] = lambda: None
-        """Leaves the other processes."""
+        self._part: Callable[[bool], None] = lambda well: None
+        """Leaves the other processes, as they do too if all is well."""
         hosted = self._host(options, world)
         self.pools: Mapping[int, Pool] = hosted.pools
         self.target, self.draft, self._elsewhere = hosted.target, hosted.draft, hosted.elsewhere
@@ -150,7 +150,7 @@ class EngineProcess:
                 door.close("stopped" if self.status == 0 else "ended by an error")
             if self.kept is not None:
                 self.kept.close(self.status == 0)
-            self._part()
+            self._part(self.status == 0)
         if self._control is not None:
             self._control.close()
         return self.status

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
 import sys
+from collections.abc import Iterator
 
 import jax
 import torch.distributed as dist
 
 from ..engine.world import World
+from ..errors import EngineError
 
-__all__ = ["meet", "part"]
+__all__ = ["meet", "part", "told_of_others"]
 
 WAIT = 10
 """Seconds after which a process is taken for dead, or goes without the others."""
@@ -43,7 +46,22 @@ def meet(world: World, gpu: int | None) -> None:
     )
 
 
-def part() -> None:
-    """Leave the others, which leave too or have ended."""
-    with contextlib.suppress(RuntimeError):
-        jax.distributed.shutdown()
+def part(well: bool) -> None:
+    """Leave the others, which leave too; or, unless all is well, see to it that this process can end without them."""
+    if well:
+        jax.distributed.shutdown()  # type: ignore[no-untyped-call]
+        return
+    ended = sys.exc_info()[1]
+    status = ended.code if isinstance(ended, SystemExit) and isinstance(ended.code, int) else 1
+    atexit.register(os._exit, status)  # before what JAX does then: it waits for the others, and aborts
+
+
+@contextlib.contextmanager
+def told_of_others() -> Iterator[None]:
+    """Raise EngineError where a computation failed because another process has ended."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        raise EngineError(f"a step with the other ranks failed: {str(error).splitlines()[0]}") from error

@@ -111,8 +111,8 @@ def jax_runner(
             for rank in range(layout.shares(model))
         ]
         load = _loaded(folder, target, config, places)
-        own = [pool for pool in pools if pool.rank in ranks]
-        stages[number] = _stage(config, layout, group, own, ranks, places, load, by_token)
+        mine = [pool for pool in pools if pool.rank in ranks]
+        stages[number] = _stage(config, layout, group, mine, ranks, places, load, by_token)
     order = {number: nth for nth, number in enumerate(stages)}
     said = pools[0].geometry
     own = [found for rank in range(layout.ranks) if (found := shards(said, rank).get(group))][:held]

@@ -21,6 +21,7 @@ from ..cache.windows import check_window, window_table
 from ..engine.runner import Chunk, Computed, Logits, Runner, assemble
 from ..errors import EngineError
 from ..models import ModelConfig
+from .apart import told_of_others
 from .attention import Attention, Heads, Reads
 from .mesh import DEALT, EVERYWHERE, RANKS, placed
 from .pool import RankPools, RankStates, host_tensor, numpy_of
@@ -147,6 +148,10 @@ class JaxRunner(Runner):
         return self._record
 
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> JaxLogits:
+        with told_of_others():
+            return self._run(chunks, computed)
+
+    def _run(self, chunks: Sequence[Chunk], computed: Computed | None) -> JaxLogits:
         step, fuses = self._step(chunks), chunks[0].hidden is not None
         x: Any = step.tokens
         taps = list[jax.Array]()
