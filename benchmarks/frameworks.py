@@ -83,7 +83,7 @@ def answer(engine: Hosted, prompts: list[list[int]], new: int) -> Times:
 
 
 def main() -> int:
-    parser = arguments(__doc__, "frameworks", rounds=5, quick="a shipped model and few tokens")
+    parser = arguments(__doc__, "frameworks", rounds=5, quick="a shipped model, one prompt and few tokens")
     parser.add_argument("--model", type=Path, help="a checkpoint folder (default: SmolLM2-135M of the demo)")
     parser.add_argument("--dtype", default="float32", help="element type of weights and caches (%(default)s)")
     args = parser.parse_args()
@@ -98,7 +98,7 @@ def main() -> int:
             pipes[framework] = pipe = stack.enter_context(child(contender, framework, folder, args.dtype, core))
             pipe.recv()
             stack.callback(pipe.send, None)
-        for batch in BATCHES:
+        for batch in BATCHES[:1] if args.quick else BATCHES:
             kept[str(batch)] = of = {name: {way: [] for way in pipes} for name in ("prefill", "decode")}
             others = 0
             for n in range(-1, args.rounds):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvproto import LocalError, Seed, new_ticket, write_ticket
@@ -98,6 +99,18 @@ def test_address_in_use(start: Start, folder: Path) -> None:
     assert status == 1
     assert "in use" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax.distributed"])
+def test_an_engine_ends_with_any_of_its_ranks(start: Start, folder: Path, framework: str) -> None:
+    """JAX would wait for the rank that was killed, and then abort."""
+    pytest.importorskip("jax") if "jax" in framework else None
+    engine = start("prefill", "--dir", folder, "--framework", framework, "--tp", "2", "--draft", "none")
+    wait_ready(folder, "prefill-0")
+    (other,) = psutil.Process(engine.pid).children()
+    other.kill()
+    status, _, said = engine.wait(8)
+    assert (status, said.strip()) == (1, "error: another rank of this engine has ended")
 
 
 @pytest.mark.parametrize(
