@@ -307,6 +307,15 @@ def serving_loads() -> Rows:
         yield f"{rate:g}", WAYS[way], *(f"{n:.{d}f}" for n, d in zip(served, (2, 1), strict=True)), *delays
 
 
+@table("serving", "frameworks", "prompts at once | tokens a second of CPU in | torch | JAX | of torch")
+def serving_frameworks() -> Rows:
+    for batch, of in results("frameworks")["batches"].items():
+        for phase in ("prefill", "decode"):
+            both = of[phase]["torch"], of[phase]["jax"]
+            times = median(mine / base for base, mine in zip(*both, strict=True))
+            yield batch, phase, *(f"{median(rates):.1f}" for rates in both), f"{times:.2f}"
+
+
 # docs/dcp_serving.md
 
 Point = dict[str, Any]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvproto import LocalError, Seed, new_ticket, write_ticket
@@ -100,6 +101,18 @@ def test_address_in_use(start: Start, folder: Path) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax.distributed"])
+def test_an_engine_ends_with_any_of_its_ranks(start: Start, folder: Path, framework: str) -> None:
+    """JAX would wait for the rank that was killed, and then abort."""
+    pytest.importorskip("jax") if "jax" in framework else None
+    engine = start("prefill", "--dir", folder, "--framework", framework, "--tp", "2", "--draft", "none")
+    wait_ready(folder, "prefill-0")
+    (other,) = psutil.Process(engine.pid).children()
+    other.kill()
+    status, _, said = engine.wait(8)
+    assert (status, said.strip()) == (1, "error: another rank of this engine has ended")
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -108,9 +121,8 @@ def test_address_in_use(start: Start, folder: Path) -> None:
         (["--pools", "jax"], "--transport cuda"),
         (["--transport", "pigeon"], "one of cuda, inline, nixl, shm"),
         (["--devices", "0"], "--devices needs --transport cuda or nixl"),
-        (["--framework", "jax", "--dtype", "bfloat16"], "--framework jax computes in float32"),
         (
-            ["--framework", "jax", "--transport", "cuda", "--tp", "2"],
+            ["--framework", "jax", "--transport", "cuda", "--pp", "2"],
             "a GPU for each of its 2 ranks, --devices names 0",
         ),
         (["--framework", "jax", "--transport", "cuda", "--pools", "jax"], "--pools is torch's"),

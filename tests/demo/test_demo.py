@@ -139,8 +139,15 @@ def test_one_prefill_rank_to_two_decode_ranks(target: str, draft: str, prompts: 
         "--prefill-tp 3 --decode-tp 2 --target gqa --draft gqa --max-new 24",
         # the hidden states of stages and of context-parallel ranks reach the rank with the head, which is one of two
         "--draft eagle --prefill-tp 1 --prefill-pp 2 --prefill-cp 2 --decode-tp 2 --dcp 2 --decode-draft-tp 1 --max-new 8",
+        "--draft eagle --decode-framework jax.distributed --prefill-tp 1 --decode-tp 2 --dcp 2 --dtype bfloat16 --max-new 8",
     ],
-    ids=["pages are claimed piece by piece", "inside the session", "ranks that do not divide the heads", "EAGLE-3"],
+    ids=[
+        "pages are claimed piece by piece",
+        "inside the session",
+        "ranks that do not divide the heads",
+        "EAGLE-3",
+        "EAGLE-3 from torch to ranks of JAX in processes of their own, in bfloat16",
+    ],
 )
 def test_all_is_right(args: str, prompts: Path) -> None:
     right(*args.split(), "--prompt-file", prompts)

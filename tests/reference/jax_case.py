@@ -12,7 +12,7 @@ from kvproto import Cache, DType, Parallel, lay_out
 from kvproto_reference.attention.batch import Batch, Span, batch_of
 from kvproto_reference.cache import Shard
 from kvproto_reference.jax_engine import attention
-from kvproto_reference.jax_engine.attention import Attention, Heads, Reads
+from kvproto_reference.jax_engine.attention import Attention, Heads, Paged, Reads
 from kvproto_reference.jax_engine.mesh import RANKS, mesh_of
 from kvproto_reference.jax_engine.programs import compiled
 
@@ -125,7 +125,8 @@ def program(case: Case, ranks: int, variants: Sequence[Attention], on: Sequence[
         each = HEADS // ranks
         own = attention.lax.dynamic_slice_in_dim(jnp.array(case.heads), attention.lax.axis_index("dcp") * each, each)
         new = {part: jnp.array(x) for part, x in case.new().items()}
-        return [made(q[0], new, pool, mine, Heads(jnp.array(case.heads), own))[None] for made in variants]
+        paged = {part: Paged(rows) for part, rows in pool.items()}
+        return [made(q[0], new, paged, mine, Heads(jnp.array(case.heads), own))[None] for made in variants]
 
     return compiled(mesh_of(ranks, ranks, on=on), run, (RANKS, RANKS, RANKS), RANKS)
 

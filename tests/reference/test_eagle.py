@@ -340,7 +340,6 @@ def test_a_map_that_names_a_token_twice(folders: dict[str, Path], head: Fixed, t
     ("role", "args", "says"),
     [
         ("decode", "--cold-draft compute", "choose --cold-draft zero"),
-        ("decode", "--framework jax", "--framework torch"),
         ("prefill", "--cp 2 --draft-sharded", "leave --draft-sharded out"),
         ("prefill", "--target gqa-of-mine", "gqa-of-mine does not exist"),
         ("prefill", "--target {draft}", "no eagle3 head of target .* is shipped, only .*: choose another draft"),
@@ -348,7 +347,6 @@ def test_a_map_that_names_a_token_twice(folders: dict[str, Path], head: Fixed, t
     ],
 )
 def test_options_that_a_head_does_not_have(role: str, args: str, says: str, tmp_path: Path) -> None:
-    pytest.importorskip("jax") if "jax" in args else None
     given = args.format(draft=checkpoint.CHECKPOINTS / "eagle-mla").split()
     with pytest.raises(EngineError, match=says):
         parse(role, ["--dir", str(tmp_path / "d"), "--draft", "eagle", *given]).check(role)

@@ -7,7 +7,7 @@ pytest.importorskip("jax", exc_type=ImportError)
 import jax.numpy as jnp
 
 from kvproto_reference.attention.batch import batch_of
-from kvproto_reference.jax_engine.attention import Heads, Reads
+from kvproto_reference.jax_engine.attention import Heads, Paged, Reads
 from kvproto_reference.jax_engine.context import ContextAttention
 from kvproto_reference.jax_engine.mesh import RANKS, host_devices, mesh_of
 from kvproto_reference.jax_engine.programs import compiled
@@ -24,7 +24,8 @@ def test_ranks_attend_with_their_tokens_to_all(kind: str, ranks: int) -> None:
     def program(pool, reads, q, new):  # type: ignore[no-untyped-def]
         heads = Heads(*[jnp.array(case.heads)] * 2)
         mine = {part: x[0] for part, x in new.items()}
-        return attend(q[0], mine, pool, Reads(*(x[0] for x in reads)), heads)[None]
+        paged = {part: Paged(x) for part, x in pool.items()}
+        return attend(q[0], mine, paged, Reads(*(x[0] for x in reads)), heads)[None]
 
     run = compiled(mesh_of(1, 1, ranks), program, (RANKS,) * 4, RANKS)
     for interleave in (1, 3, PAGE):

@@ -145,8 +145,8 @@ def test_a_layout_that_cannot_be_is_one_sentence(layout: Layout, says: str) -> N
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ("--framework jax --pp 2", "--pp, --virtual and --draft-tp are torch's"),
-        ("--framework jax --draft-tp 1", "--pp, --virtual and --draft-tp are torch's"),
+        ("--framework jax.distributed --pp 2", "choose --framework jax, which has all ranks in one process"),
+        ("--framework jax.distributed --draft-tp 1", "choose --framework jax, which has all ranks in one process"),
         ("--virtual 2", "needs --pp above 1"),
         ("--pp 0", "--pp must be at least 1, not 0"),
         ("--draft-tp 0", "--draft-tp must be at least 1, not 0"),

@@ -27,7 +27,8 @@ POOLS = {"own": shareable, "jax": of_jax}
 PORTS = 256
 """TCP ports from one prefill replica to the next."""
 REPLICAS = 64
-FRAMEWORKS = ("torch", "jax")
+FRAMEWORKS = ("torch", "jax", "jax.distributed")
+"""The last is JAX with each rank in a process of its own."""
 TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other installed transport (default shm)"
 
 
@@ -116,8 +117,8 @@ class EngineOptions:
 
     @property
     def processes(self) -> int:
-        """Processes of a replica: one for each rank in torch, one for all of them in JAX."""
-        return self.layout.ranks if self.framework == "torch" else 1
+        """Processes of a replica: one for all ranks in JAX, otherwise one for each."""
+        return 1 if self.framework == "jax" else self.layout.ranks
 
     def device(self, rank: int) -> int | None:
         """The GPU of a rank; None: the host."""
@@ -131,7 +132,7 @@ class EngineOptions:
     def gpus(self) -> tuple[int, ...]:
         """The GPU of each process, if each has one of its own and experts are not shared; otherwise none."""
         used = {self.device(rank) for rank in range(self.processes)} - {None}
-        apart = len(used) == self.processes > 1 and self.layout.dp == 1
+        apart = len(used) == self.processes > 1 and self.layout.dp == 1 and self.framework == "torch"
         return tuple(self.devices[: self.processes]) if apart else ()
 
     @property
@@ -168,8 +169,6 @@ class EngineOptions:
         if not hidden_of(configs):
             return
         for wrong, says in (
-            (self.framework == "jax",
-             "the JAX engine runs no head: choose --framework torch, or another draft"),
             (self.captured, "CUDA graphs keep no hidden states, which a head reads: leave --captured out"),
             (self.layout.draft_sharded and self.layout.cp > 1,
              "a head is not dealt over ranks of prefill: leave --draft-sharded out"),
@@ -196,7 +195,7 @@ class EngineOptions:
              " page: leave --pp out"),
             (layout.cp > 1, "tokens of a recurrent layer come one after the other, so that context-parallel ranks of"
              " prefill would wait for each other: leave --cp out"),
-            (layout.dcp > 1 and self.framework == "jax",
+            (layout.dcp > 1 and self.framework != "torch",
              "tokens of a hybrid model are dealt over ranks of decode by torch only: leave --dcp out"),
         ):  # fmt: skip
             if wrong:
@@ -402,29 +401,29 @@ def _deal(text: str) -> str | tuple[int, ...]:
 
 def _check(role: str, args: argparse.Namespace) -> None:
     """Raise EngineError for options that cannot be combined."""
-    gpus, jax = bool(args.devices) or args.transport == "cuda", args.framework == "jax"
+    gpus, jax = bool(args.devices) or args.transport == "cuda", args.framework != "torch"
     flashinfer, captured = args.back_end == "flashinfer", vars(args).get("captured", False)
     missing = {name for name in ("jax", "flashinfer") if importlib.util.find_spec(name) is None}
     kept = args.host_pages
-    ranks, devices = args.tp * args.cp, args.devices or (0,)
-    shared = len(set(devices[: ranks * args.pp])) < ranks * args.pp
-    own = f"a GPU for each of the {ranks * args.pp} ranks, by --devices"
+    ranks, devices = args.tp * args.cp * args.pp, args.devices or (0,)
+    shared = len(set(devices[:ranks])) < ranks
+    own = f"a GPU for each of the {ranks} ranks, by --devices"
     refused = (
         (args.pools == "jax" and args.transport != "cuda",
          "--pools jax needs --transport cuda: elsewhere only kvproto's own memory is shared"),
         (args.pull and args.transport in ("nixl", "inline"),
          "--pull needs --transport shm or cuda: over nixl and inline prefill sends"),
-        (jax and args.dtype != "float32", "--framework jax computes in float32: choose torch for other types"),
         (jax and gpus and len(set(devices[:ranks])) < ranks,
          f"--framework jax needs a GPU for each of its {ranks} ranks, --devices names {','.join(map(str, devices))}"),
         (jax and args.pools != "own", "--pools is torch's: --framework jax computes in memory of kvproto's"),
         (jax and flashinfer, "--back-end is torch's: --framework jax has attention of its own"),
-        (jax and (args.pp > 1 or args.virtual > 1 or args.draft_tp),
-         "--pp, --virtual and --draft-tp are torch's: --framework jax has no stages, and the draft on all ranks"),
         ((args.draft == "none" or not args.speculate) and (args.draft_tp or vars(args).get("draft_sharded")),
          "--draft-tp and --draft-sharded are of a draft: leave them out, or give one by --draft and --speculate"),
         (args.virtual > 1 and args.pp == 1, "--virtual is chunks of each pipeline stage: it needs --pp above 1"),
-        (jax and "jax" in missing, "--framework jax needs JAX: pip install jax"),
+        (jax and "jax" in missing, f"--framework {args.framework} needs JAX: pip install jax"),
+        (args.framework == "jax.distributed" and (args.pp > 1 or args.draft_tp),
+         "--framework jax.distributed has no stages, and the draft on all ranks: choose --framework jax, which has all"
+         " ranks in one process"),
         (args.devices and args.transport in ("shm", "inline"),
          "--devices needs --transport cuda or nixl: shm and inline move memory of the host"),
         (not 0 <= args.replica <= REPLICAS - args.dp,
@@ -442,8 +441,7 @@ def _check(role: str, args: argparse.Namespace) -> None:
         (kept < 0, f"--host-pages must be at least 0, not {kept}"),
         (kept and args.window_pages,
          "--host-pages keeps the pages of sliding windows with the others: leave --window-pages out"),
-        (kept and (gpus or jax),
-         "--host-pages is of torch on the host: pools of a GPU, and ranks of JAX, are not kept yet"),
+        (kept and gpus, "--host-pages is of pools on the host: those of a GPU are not kept yet"),
         (kept and (vars(args).get("intent") or vars(args).get("spans")),
          "--host-pages takes all pages of a request at once: leave --intent and --spans out"),
         (captured and (jax or not gpus),

@@ -96,7 +96,7 @@ def _engines(options: DemoOptions, router: Router, compared: list[Compared]) -> 
 def _shape(options: DemoOptions, role: str) -> str:
     framework, tp, pp, dp = (getattr(options, f"{role}_{name}") for name in ("framework", "tp", "pp", "dp"))
     ranks = tp * pp * (options.prefill_cp if role == "prefill" else 1)
-    processes = ranks * (dp if options.dp_attention else 1) if framework == "torch" else 1
+    processes = 1 if framework == "jax" else ranks * (dp if options.dp_attention else 1)
     sizes = [f"TP {tp}", f"pages of {options.page_size_of(role)} tokens"]
     replicas = f"{dp} replicas" + " that share experts" * options.dp_attention
     sizes[:0] = [replicas] * (dp > 1) + [f"{framework}, {processes} process{'es' * (processes > 1)}"]

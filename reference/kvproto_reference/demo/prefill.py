@@ -52,7 +52,8 @@ class PrefillProcess(EngineProcess):
             rank: Source(options.name, pool, listen, options.kvproto()) for rank, pool in self.pools.items()
         }
         if self.kept is not None:
-            self.sources[world.rank].tell(self.kept.tiers)
+            for rank, tiers in self.kept.tiers.items():
+                self.sources[rank].tell(tiers)
         self._prefiller = Prefiller(self.target, self.draft, options.chunk, self._on_layer)
         self._queue: deque[Job] = deque()
         """Prompts that wait for pages."""

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,8 @@ class EngineProcess:
             options.cold_draft is not None,
             options.max_logprobs,
         )
+        self._part: Callable[[bool], None] = lambda well: None
+        """Leaves the other processes, as they do too if all is well."""
         hosted = self._host(options, world)
         self.pools: Mapping[int, Pool] = hosted.pools
         self.target, self.draft, self._elsewhere = hosted.target, hosted.draft, hosted.elsewhere
@@ -84,11 +86,10 @@ class EngineProcess:
         self.kept: KeptPages | None = None
         """Finds pages that were computed before, with --host-pages."""
         if options.host_pages:
-            computed_by, pool = names_of(folders, configs), self.pools[world.rank]
+            computed_by = names_of(folders, configs)
             host, storage, ahead = options.host_pages, options.storage, self.draft.ahead if self.draft else 0
             self.kept = KeptPages(
-                world.rank,
-                pool,
+                self.pools,
                 computed_by,
                 self.shards,
                 world,
@@ -105,11 +106,16 @@ class EngineProcess:
         """Becomes readable when a signal was handled."""
 
     def _host(self, options: EngineOptions, world: World) -> Hosted:
-        if options.framework == "jax":
-            from ..jax_engine.build import jax_hosted  # imports JAX, which torch engines do without
+        if options.framework != "torch":
+            from ..jax_engine import apart  # imports JAX, which torch engines do without
+            from ..jax_engine.build import jax_hosted
 
             gpus = options.devices[: self.ranks]
-            return jax_hosted(options.folders, self.geometry, options.layout, options.pages, gpus, options.window_pages)
+            sizes = options.pages, gpus, options.window_pages, options.dtype
+            if world.size > 1:
+                apart.meet(world, options.device(world.rank))
+                self._part = apart.part
+            return jax_hosted(options.folders, self.geometry, options.layout, *sizes, world if world.size > 1 else None)
         return torch_hosted(
             options.folders,
             options.configs,
@@ -143,6 +149,7 @@ class EngineProcess:
                 door.close("stopped" if self.status == 0 else "ended by an error")
             if self.kept is not None:
                 self.kept.close(self.status == 0)
+            self._part(self.status == 0)
         if self._control is not None:
             self._control.close()
         self.rest()

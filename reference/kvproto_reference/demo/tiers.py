@@ -134,10 +134,10 @@ def run(
             console.print(f"conversation {turn.conversation + 1}, turn {turn.number}: {len(turn.prompt)} tokens")
         table.add_row(*_row(turn))
 
-    jax = options is not None and options.prefill_framework == "jax"
+    jax = options is not None and options.prefill_framework != "torch"
     how = _in_jax(options.prefill_tp) if options is not None and jax else {}
     turns, engine = play(folders, page_size, max_new, chunk, k, tell, **how)
-    served = by_two(turns, options) if options and not jax else []
+    served = by_two(turns, options) if options else []
     verdicts = verdict(turns) | (two.verdict(served) if served else {})
     if console is None:
         print(json.dumps({**as_json(turns, engine, verdicts), "served": two.as_json(served)}))

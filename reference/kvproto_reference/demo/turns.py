@@ -98,7 +98,7 @@ def _serve(
             for _ in range(2)
         )
         outside = stack.enter_context(contextlib.ExitStack())  # ends after the engines
-        engines = stack.enter_context(Engines())
+        engines = stack.enter_context(Engines(fork=options.prefill_framework == "torch"))  # else JAX runs here
         kept = ["--host-pages", str(host), "--storage", str(storage)]
         start(engines, attrs.evolve(options, pages=pages), folder, outside, dict.fromkeys(keepers, kept))
         router = Router(folder, "prefill", engines, options.prefill_dp, options.decode_dp)

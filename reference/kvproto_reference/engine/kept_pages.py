@@ -1,7 +1,8 @@
 """Pages of an engine's pools that are kept after their requests: on the device, on the host, and in storage.
 
-Each rank keeps its own pages. What a rank finds in storage, and how long that takes, differs; so each says when its
-share of a prompt is there, and once all have, they agree on one length (docs/tiers.md, Several ranks).
+Each rank keeps its own pages, and a process those of the ranks that it hosts: one in torch, all of them in JAX. What a
+rank finds in storage, and how long that takes, differs; so each process says when its share of a prompt is there, and
+once all have, they agree on one length (docs/tiers.md, Several ranks).
 """
 
 from __future__ import annotations
@@ -53,30 +54,30 @@ class _Coming:
     """A prompt whose pages are being looked up in storage."""
 
     sequence: TokenSequence
-    chain: Chain
+    chains: list[Chain]
+    """Of each rank here, as those below."""
     count: int
     """Tokens of the prompt whose pages are looked up."""
-    fetch: StorageRead
+    fetches: list[StorageRead]
     said: bool = False
     taken: int | None = None
     """Pages that came from storage."""
     ranks: set[int] = attrs.Factory(set)
-    """Ranks that no longer wait for theirs."""
+    """Ranks that speak for a process which no longer waits for its own."""
 
 
 @attrs.define(eq=False)
 class _Held:
-    lease: PageLease
+    leases: list[PageLease]
     count: int
 
 
 class KeptPages:
-    """The pages of one rank, which the scheduler takes for a request and leaves when the request is over."""
+    """The pages of a process's ranks, which the scheduler takes for a request and leaves when the request is over."""
 
     def __init__(
         self,
-        rank: int,
-        pool: Pool,
+        pools: Mapping[int, Pool],
         names: Mapping[str, str],
         shards: Sequence[Shard],
         world: World,
@@ -86,7 +87,7 @@ class KeptPages:
         windows: Mapping[str, int] | None = None,
         states: States = lambda pages, tokens: None,
     ) -> None:
-        """`host` is the number of pages on the host, and `ahead` that of the tokens after it that a draft's row needs.
+        """`pools` are by rank, `host` is the number of pages on the host, `ahead` that of tokens a draft's row needs.
 
         `windows` are as in `Tiers`, and `states` is `Runner.states` of the target. Raises EngineError if pages do not
         hold whole runs of a deal.
@@ -95,13 +96,19 @@ class KeptPages:
         self.unit, self._each = tokens_a_unit([*shards, shards[0].whole] if self._windows else shards)
         if not self.unit:
             raise EngineError("--host-pages needs pages that hold whole runs of the deal: choose another --interleave")
-        check_kept(pool.geometry, self._each)
-        ahead_of = [DRAFT] if ahead else []
-        owned = shards_of(pool.geometry, pool.rank)
-        reach = {name: tokens for name, tokens in self._windows.items() if name in owned}
-        self.tiers = Tiers(pool, names, page=self.unit, host=host, storage=storage, ahead=ahead_of, windows=reach)
+        self.tiers: dict[int, Tiers] = {}
+        """Of each rank."""
+        for rank, pool in sorted(pools.items()):
+            check_kept(pool.geometry, self._each)
+            owned = shards_of(pool.geometry, rank)
+            reach = {name: tokens for name, tokens in self._windows.items() if name in owned}
+            ahead_of = [DRAFT] if ahead and DRAFT in owned else []
+            self.tiers[rank] = Tiers(
+                pool, names, page=self.unit, host=host, storage=storage, ahead=ahead_of, windows=reach
+            )
+        self._all = [*self.tiers.values()]
         self._states = states
-        self._rank, self._world, self._ahead = rank, world, ahead
+        self._rank, self._world, self._ahead = min(pools), world, ahead
         self._coming: dict[str, _Coming] = {}
         self._held: dict[TokenSequence, _Held] = {}
         self._left = self._told = 0
@@ -110,36 +117,37 @@ class KeptPages:
     @property
     def available(self) -> list[int]:
         """Pages of each model's pool that no request holds."""
-        slots = self.tiers.device.slots
+        slots = self._all[0].device.slots
         return [(slots.free + slots.idle) * each for each in self._each]
 
     def check_room(self, rows: int) -> None:
         """Raise EngineError for a request that the pools can never hold."""
-        need, room = -(-rows // self.unit), self.tiers.device.slots.count
+        need, room = -(-rows // self.unit), self._all[0].device.slots.count
         if need > room:
             raise EngineError(f"{rows} tokens need {need} pages of {self.unit} tokens, the pools have {room}")
 
     def begin(self, id: str, sequence: TokenSequence, count: int) -> None:
         """Start looking up pages of the first `count` tokens of a prompt in storage, in threads."""
-        chain = self.tiers.chain(sequence.prompt[:count])
-        fetch = self.tiers.fetch(chain, time.monotonic() + patience(count))
-        self._coming[id] = _Coming(sequence, chain, count, fetch)
+        until, chains = time.monotonic() + patience(count), [each.chain(sequence.prompt[:count]) for each in self._all]
+        fetches = [each.fetch(chain, until) for each, chain in zip(self._all, chains, strict=True)]
+        self._coming[id] = _Coming(sequence, chains, count, fetches)
 
     def drop(self, id: str) -> None:
         """Drop a request that has not taken its pages, if there is one of that id."""
         self._coming.pop(id, None)
 
     def turn(self) -> Said:
-        """Do what can be done without the other ranks; returns what to tell them."""
-        self.tiers.step()
+        """Do what can be done without the other processes; returns what to tell them."""
+        self._step()
         now, said = time.monotonic(), list[dict[str, Any]]()
         for id, one in self._coming.items():
-            if not one.said and one.fetch.over(now):
+            if not one.said and all(fetch.over(now) for fetch in one.fetches):
                 one.said = True
                 said.append({"op": "fetched", "rank": self._rank, "id": id})
-        if self._left > self._told and not self.tiers.busy:
+        if self._left > self._told and not any(tiers.busy for tiers in self._all):
             self._told = self._left
-            said.append({"op": "settled", "rank": self._rank, "left": self._left, "pages": dict(self.tiers.counts)})
+            for rank, tiers in self.tiers.items():
+                said.append({"op": "settled", "rank": rank, "left": self._left, "pages": dict(tiers.counts)})
         return said
 
     def next_timer(self) -> float | None:
@@ -161,20 +169,21 @@ class KeptPages:
         if len(one.ranks) < self._world.size:
             return None
         if one.taken is None:
-            one.taken = one.fetch.take()
-        agreement = self.tiers.agreement([(one.chain, -(-rows // self.unit))], len(one.chain.own))
-        self._least(agreement.vector)
-        (lease,) = agreement.open()
-        if lease is None:
+            one.taken = min(fetch.take() for fetch in one.fetches)
+        leases = self._open(one.chains, -(-rows // self.unit))
+        if leases is None:
             return None
-        self.tiers.step()
-        lease.wait()
+        self._step()
+        for lease in leases:
+            lease.wait()
         # a copy that failed on one rank makes the hit shorter on all
-        pages = int(self._least(np.array([lease.pages], np.int32))[0])
+        pages = int(self._least(np.array([min(lease.pages for lease in leases)], np.int32))[0])
         del self._coming[id]
-        self._held[one.sequence] = _Held(lease, one.count)
-        one.sequence.tables = [[slot * each + i for slot in lease.slots for i in range(each)] for each in self._each]
-        device = min(lease.found["device"], pages)
+        self._held[one.sequence] = _Held(leases, one.count)
+        one.sequence.tables = [
+            [slot * each + i for slot in leases[0].slots for i in range(each)] for each in self._each
+        ]
+        device = min(leases[0].found["device"], pages)
         storage = min(one.taken, pages - device)
         where = {"device": device, "host": pages - device - storage, "storage": storage}
         return pages * self.unit, {name: count * self.unit for name, count in where.items()}
@@ -186,16 +195,38 @@ class KeptPages:
         """
         if (held := self._held.pop(sequence, None)) is None:
             return
-        held.lease.chain.extend(sequence.text(held.count, valid + self._ahead))
-        held.lease.leave(valid, self._states(sequence.tables[0], valid), windows)
+        states = self._states(sequence.tables[0], valid)
+        for lease in held.leases:
+            lease.chain.extend(sequence.text(held.count, valid + self._ahead))
+            lease.leave(valid, states, windows)
         self._left += 1
-        self.tiers.step()
+        self._step()
 
     def close(self, well: bool) -> None:
         """End; with `well`, after everything has been written to storage."""
-        if well:
-            self.tiers.drain()
-        self.tiers.close()
+        for tiers in self._all:
+            if well:
+                tiers.drain()
+            tiers.close()
+
+    def _step(self) -> None:
+        for tiers in self._all:
+            tiers.step()
+
+    def _open(self, chains: Sequence[Chain], room: int) -> list[PageLease] | None:
+        """A lease of each rank here, of what all ranks have; None while one has too few pages. A collective."""
+        agreements = [
+            tiers.agreement([(chain, room)], len(chain.own)) for tiers, chain in zip(self._all, chains, strict=True)
+        ]
+        least = self._least(np.minimum.reduce([agreement.vector for agreement in agreements]))
+        leases = []
+        for agreement in agreements:
+            agreement.vector[:] = least
+            leases += agreement.open()
+        found = [lease for lease in leases if lease is not None]
+        if any(lease.slots != found[0].slots for lease in found):  # what one rank does to its pool, all do
+            raise EngineError("ranks of one process share a page table, and their tiers gave them other slots")
+        return found or None
 
     def _least(self, vector: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The minimum over all ranks, in place."""

@@ -1,9 +1,9 @@
 """Back end `xla`: attention of one rank by page table, merged over the ranks of a DCP group.
 
 All of it runs inside shard_map, over a mesh with an axis `dcp`. A step is a grid [spans, n], in which the tokens of a
-span stand in order, with padding behind them. XLA never writes a pool, so attention takes two passes: a causal one over
-the new rows, which are at hand, and one over the rows committed to the pool before, which all tokens of a span see. The
-two passes, and the shares of the ranks, merge by log-sum-exp (spec/v1/dcp.md).
+span stand in order, with padding behind them. XLA never writes a pool, so attention is over the new rows, which are at
+hand, causally, and over the rows committed to the pool before, which all tokens of a span see. A rank alone joins them.
+In a group these are two passes, and they and the shares of the ranks merge by log-sum-exp (spec/v1/dcp.md).
 """
 
 from __future__ import annotations
@@ -19,9 +19,33 @@ from jax import lax
 
 from ..errors import EngineError
 
-__all__ = ["EXCHANGES", "Attention", "Heads", "Partial", "Reads", "attend", "exchanged", "merge", "rows_of", "union"]
+__all__ = [
+    "EXCHANGES",
+    "Attention",
+    "Heads",
+    "Paged",
+    "Partial",
+    "Pools",
+    "Reads",
+    "attend",
+    "exchanged",
+    "merge",
+    "rows_of",
+    "union",
+]
 
 Rows = Mapping[str, jax.Array]
+
+
+class Paged(NamedTuple):
+    """The pool of a layer and part on one rank, among others in one array [pages of all, rows, KV heads, row_dim]."""
+
+    rows: jax.Array
+    first: jax.Array | int = 0
+    """Its first page there."""
+
+
+Pools = Mapping[str, Paged]
 
 
 class Partial(NamedTuple):
@@ -50,26 +74,37 @@ class Reads(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The KV head of the rank that each query head reads, int32 [heads]: for its DCP group's heads, and for its own."""
+    """The KV head of the rank that each query head reads, int32 [heads]: for its DCP group's heads, and for its own.
 
-    group: jax.Array
-    own: jax.Array
+    None: as many consecutive query heads read each KV head, on all ranks.
+    """
+
+    group: jax.Array | None
+    own: jax.Array | None
 
 
-def attend(q: jax.Array, rows: Rows, heads: jax.Array, seen: jax.Array, scale: float, width: int) -> Partial:
+def attend(q: jax.Array, rows: Rows, heads: jax.Array | None, seen: jax.Array, scale: float, width: int) -> Partial:
     """Attention of q [s, n, heads, d] over rows [s, m, KV heads, d] by part, where `seen` (bool [s, n or 1, m]) holds.
 
-    `heads` [heads] are the KV heads to read, and `width` the elements of an output. Rows that nobody sees may be NaN.
+    `heads` are those of `Heads`, and `width` the elements of an output. Rows that nobody sees may be NaN. Queries that
+    read one KV head are rows of one product.
     """
     ever = seen.any(1)[..., None, None]
     k = rows["k"] if "k" in rows else rows["latent"]
-    k, v = (jnp.where(ever, x, 0)[:, :, heads] for x in (k, rows.get("v", k)))
-    scores = jnp.where(seen[:, :, None], jnp.einsum("snhd,smhd->snhm", q, k) * scale, -jnp.inf)
+    k, v = (jnp.where(ever, x, 0).astype(jnp.float32) for x in (k, rows.get("v", k)))
+    k, v = (jnp.swapaxes(x if heads is None else x[:, :, heads], 1, 2) for x in (k, v))
+    spans, n, _, dim = q.shape
+    kv, rows_seen = k.shape[1:3]
+    asked = jnp.swapaxes(q.astype(jnp.float32).reshape(spans, n, kv, -1, dim), 1, 2)
+    scores = jnp.einsum("skqd,skmd->skqm", asked.reshape(spans, kv, -1, dim), k) * scale
+    scores = jnp.where(seen[:, None, :, None], scores.reshape(*asked.shape[:-1], rows_seen), -jnp.inf)
     lse = jax.nn.logsumexp(scores, -1)
-    some = seen.any(-1)[..., None]
+    some = seen.any(-1)[:, None, :, None]
     weights = jnp.exp(scores - jnp.where(some, lse, 0)[..., None])
-    out = jnp.einsum("snhm,smhw->snhw", weights, v[..., :width])
-    return Partial(jnp.where(some[..., None], out, 0), jnp.where(some, lse, -jnp.inf))
+    out = jnp.einsum("skqm,skmw->skqw", weights.reshape(spans, kv, -1, rows_seen), v[..., :width])
+    out = jnp.where(some[..., None], out.reshape(*asked.shape[:-1], -1), 0)
+    lse = jnp.where(some, lse, -jnp.inf)
+    return Partial(*(jnp.swapaxes(x, 1, 2).reshape(spans, n, -1, *x.shape[4:]) for x in (out, lse)))
 
 
 def merge(parts: Partial) -> Partial:
@@ -119,12 +154,10 @@ def union(parts: Sequence[Partial]) -> Partial:
     return merge(Partial(*(jnp.stack(each) for each in zip(*parts, strict=True))))
 
 
-def rows_of(pool: Rows, table: jax.Array) -> dict[str, jax.Array]:
-    """The rows [spans, rows, KV heads, row_dim] by part that page tables [spans, pages] name.
-
-    `pool` is [pages, rows of a page, KV heads, row_dim] by part.
-    """
-    return {part: x[table].reshape(len(table), -1, *x.shape[2:]) for part, x in pool.items()}
+def rows_of(pool: Pools, table: jax.Array) -> dict[str, jax.Array]:
+    """The rows [spans, rows, KV heads, row_dim] by part that page tables [spans, pages] name."""
+    found = {part: x.rows.at[table + x.first].get(mode="promise_in_bounds") for part, x in pool.items()}
+    return {part: x.reshape(len(table), -1, *x.shape[3:]) for part, x in found.items()}
 
 
 EXCHANGES: dict[str, Callable[[Partial, int], Partial]] = {"ag_rs": _by_sum, "a2a": _by_all_to_all}
@@ -158,23 +191,33 @@ class Attention:
     reach: int | None = None
     """To how many of the last tokens a token attends, itself one of them; None: to all. Ranks deal no tokens then."""
 
-    def __call__(self, q: jax.Array, new: Rows, pool: Rows, reads: Reads, heads: Heads) -> jax.Array:
+    def __call__(self, q: jax.Array, new: Rows, pool: Pools, reads: Reads, heads: Heads) -> jax.Array:
         """Attend with this rank's q [spans, n, heads, row_dim]; returns [spans, n, own heads, width].
 
-        `new` [spans, n, KV heads, row_dim] and `pool` [pages, rows, KV heads, row_dim] are rows by part.
+        `new` [spans, n, KV heads, row_dim] are rows by part.
         """
-        parts = []
-        if reads.table.shape[1]:
-            parts.append(self._over_pool(q, new, pool, reads, heads))
-        if not self.by_token:
-            own = _own(q, self.ranks) if self.replicated else q
-            causal = jnp.tri(q.shape[1], dtype=bool)[None]
-            if self.reach is not None:
-                causal &= ~jnp.tri(q.shape[1], k=-self.reach, dtype=bool)
-            parts.append(attend(own, new, heads.own, causal, self.scale, self.width))
-        return union(parts).out
+        own = _own(q, self.ranks) if self.replicated else q
+        if self.by_token:
+            return self._over_pool(q, new, pool, reads, heads).out.astype(q.dtype)
+        causal = jnp.tri(q.shape[1], dtype=bool)[None]
+        if self.reach is not None:
+            causal &= ~jnp.tri(q.shape[1], k=-self.reach, dtype=bool)
+        if not reads.table.shape[1]:
+            found = attend(own, new, heads.own, causal, self.scale, self.width)
+        elif self.ranks > 1:
+            near = attend(own, new, heads.own, causal, self.scale, self.width)
+            found = union([self._over_pool(q, new, pool, reads, heads), near])
+        else:
+            held, (spans, n) = rows_of(pool, reads.table), q.shape[:2]
+            rows = {part: jnp.concatenate((old, new[part]), 1) for part, old in held.items()}
+            seen = jnp.concatenate([
+                jnp.broadcast_to(each, (spans, n, each.shape[-1]))
+                for each in (self._seen(held, reads, reads.bounds[:, None]), causal)
+            ], -1)  # fmt: skip
+            found = attend(q, rows, heads.own, seen, self.scale, self.width)
+        return found.out.astype(q.dtype)
 
-    def _over_pool(self, q: jax.Array, new: Rows, pool: Rows, reads: Reads, heads: Heads) -> Partial:
+    def _over_pool(self, q: jax.Array, new: Rows, pool: Pools, reads: Reads, heads: Heads) -> Partial:
         q = q if self.replicated else lax.all_gather(q, "dcp", axis=2, tiled=True)
         rows = rows_of(pool, reads.table)
         bounds = reads.bounds[:, None]
@@ -182,9 +225,13 @@ class Attention:
             span = jnp.arange(len(q))[:, None]
             rows = {part: x.at[span, reads.new].set(new[part], mode="drop") for part, x in rows.items()}
             bounds = reads.token_bounds
+        part = attend(q, rows, heads.group, self._seen(rows, reads, bounds), self.scale, self.width)
+        return EXCHANGES[self.exchange](part, self.ranks) if self.ranks > 1 else part
+
+    def _seen(self, rows: Rows, reads: Reads, bounds: jax.Array) -> jax.Array:
+        """Whether each token sees each row of the pool, up to its bound [spans, n or 1]."""
         at = jnp.arange(next(iter(rows.values())).shape[1])
         seen = at < bounds[..., None]
         if self.reach is not None:  # row i is that of token i
             seen &= at > reads.positions[..., None] - self.reach
-        part = attend(q, rows, heads.group, seen, self.scale, self.width)
-        return EXCHANGES[self.exchange](part, self.ranks) if self.ranks > 1 else part
+        return seen

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .attention import Heads, Partial, Reads, Rows, attend, exchanged, rows_of, union
+from .attention import Heads, Partial, Pools, Reads, Rows, attend, exchanged, rows_of, union
 
 __all__ = ["ContextAttention"]
 
@@ -28,10 +28,10 @@ class ContextAttention:
     """Elements of a head's output."""
     ranks: int
 
-    def __call__(self, q: jax.Array, new: Rows, pool: Rows, reads: Reads, heads: Heads) -> jax.Array:
+    def __call__(self, q: jax.Array, new: Rows, pool: Pools, reads: Reads, heads: Heads) -> jax.Array:
         """Attend with q [spans, n, heads, row_dim] of this rank's tokens; returns [spans, n, heads, width].
 
-        `new` [spans, n, KV heads, row_dim] are their rows, `pool` [pages, rows, KV heads, row_dim] the rank's, by part.
+        `new` [spans, n, KV heads, row_dim] are their rows by part, and `pool` the rank's.
         """
         gather = functools.partial(lax.all_gather, axis_name="cp", axis=1, tiled=True)
         rows, at = {part: gather(x) for part, x in new.items()}, gather(reads.positions)[:, None]
@@ -41,7 +41,7 @@ class ContextAttention:
             rows = rows_of(pool, reads.table)
             held = jnp.arange(next(iter(rows.values())).shape[1]) < reads.bounds[:, None, None]
             parts.append(exchanged(self._attend(gather(q), rows, heads, held), "cp", self.ranks, 1))
-        return union(parts).out
+        return union(parts).out.astype(q.dtype)
 
     def _attend(self, q: jax.Array, rows: Rows, heads: Heads, seen: jax.Array) -> Partial:
         return attend(q, rows, heads.own, seen, self.scale, self.width)

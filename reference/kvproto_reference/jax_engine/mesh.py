@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..errors import EngineError
 
-__all__ = ["DEALT", "EVERYWHERE", "RANKS", "by_rank", "gpus", "host_devices", "mesh_of", "placed"]
+__all__ = ["DEALT", "EVERYWHERE", "RANKS", "by_rank", "gpus", "here", "host_devices", "mesh_of", "placed"]
 
 RANKS = PartitionSpec(("cp", "group", "dcp"))  # type: ignore[no-untyped-call]
 """An array whose first axis is split over all ranks."""
@@ -52,21 +52,36 @@ def gpus(numbers: Sequence[int]) -> list[jax.Device]:
     return [found[number] for number in numbers]
 
 
-def mesh_of(tp: int, dcp: int = 1, cp: int = 1, on: Sequence[int] = ()) -> Mesh:
+def mesh_of(tp: int, dcp: int = 1, cp: int = 1, on: Sequence[int] = (), first: int = 0) -> Mesh:
     """A mesh [cp, group, dcp] of a device for each rank, in rank order: `tp` for each CP rank, `dcp` for each group.
 
-    `on` holds the CUDA ordinals of the ranks' GPUs; empty, it means host devices. Raises EngineError.
+    `on` holds the CUDA ordinals of the ranks' GPUs; empty, it means host devices, from the one of number `first` on.
+    If ranks are in processes of their own, it is that of this one, and `first` the rank with the first device. Raises
+    EngineError.
     """
-    devices = gpus(on) if on else host_devices(cp * tp)
+    if jax.process_count() > 1:
+        devices = sorted(jax.devices("cuda" if on else "cpu"), key=lambda device: device.process_index)
+        devices = devices[first : first + cp * tp]
+    else:
+        devices = gpus(on) if on else host_devices(first + cp * tp)[first:]
     return Mesh(np.array(devices).reshape(cp, -1, dcp), ("cp", "group", "dcp"))
 
 
 def by_rank(mesh: Mesh, pieces: Sequence[npt.NDArray[Any]]) -> jax.Array:
     """Stack each rank's own array, all of one shape, as [ranks, ...]; the program of a rank sees [1, ...]."""
-    return placed(mesh, np.stack(pieces), RANKS)
-
-
-def placed(mesh: Mesh, array: npt.NDArray[Any], where: PartitionSpec) -> jax.Array:
-    """Put an array on the devices, split or copied as `where` says."""
-    made: jax.Array = jax.device_put(array, NamedSharding(mesh, where))
+    made: jax.Array = placed(mesh, np.stack(pieces), RANKS)
     return made
+
+
+def placed(mesh: Mesh, arrays: Any, where: PartitionSpec) -> Any:
+    """Put a tree of arrays on the devices, split or copied as `where` says; those of another mesh are moved."""
+    sharding = NamedSharding(mesh, where)
+    if sharding.is_fully_addressable:
+        return jax.device_put(arrays, sharding)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda at: x[at]), arrays)
+
+
+def here(mesh: Mesh) -> list[int]:
+    """The ranks of a mesh whose devices are of this process, counted along it."""
+    mine = jax.process_index()
+    return [nth for nth, device in enumerate(mesh.devices.flat) if device.process_index == mine]
