@@ -3,6 +3,7 @@
 A page goes from the device through the host to storage, and back:
 
 * `tiers`, `page_cache`: the engine's calls, leases of pages, and which pages move in a step.
+* `host_cache`: the pages on the host and in storage, also for an engine that owns the pages of its pool.
 * `page_ids`, `page_layout`: the ids of a prompt's pages, and the components of a page.
 * `index`: the pages that are on the device, and those that are on the host.
 * `host_copies`: copies between the device and the host.
@@ -16,6 +17,6 @@ A page goes from the device through the host to storage, and back:
 from kvproto.tiers.page_cache import PageLease, WritePolicy, patience
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.storage_io import StorageRead
-from kvproto.tiers.tiers import Tiers
+from kvproto.tiers.tiers import HostTiers, Tiers
 
-__all__ = ["Chain", "PageLease", "StorageRead", "Tiers", "WritePolicy", "patience"]
+__all__ = ["Chain", "HostTiers", "PageLease", "StorageRead", "Tiers", "WritePolicy", "patience"]
