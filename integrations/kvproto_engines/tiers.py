@@ -74,6 +74,6 @@ def names_of(geometry: Geometry) -> dict[str, str]:
             continue
         if f"weights.{of}" not in names:
             raise LocalError(ErrorCode.IDENTITY_MISMATCH, f"weights.{of}", "a name", "none", "name them by `weights`")
-        kinds = {part.dtype for part in parts}
+        kinds = {DType(part.dtype) for part in parts}
         names[f"dtype.{of}"] = ",".join(sorted(_WORDS.get(kind, kind.name.lower()) for kind in kinds))
     return names

@@ -65,7 +65,9 @@ class KvprotoTiers(base.KVConnectorBase_V1):
         self._ahead = speculative is not None and getattr(speculative, "method", "") != _OWN
         workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         size = sum(each.size for each in kv_cache_config.kv_cache_tensors) // kv_cache_config.num_blocks
-        half = self._settings.host_bytes // size // 2 * self._page  # the other half is for what is written, as in HiCache
+        half = (
+            self._settings.host_bytes // size // 2 * self._page
+        )  # the other half is for what is written, as in HiCache
         self._finding = Finding(self._settings, self._page, workers, self._ahead, half)
         self._tables, self._lost = BlockTables(), LostBlocks()
         self._keeping: Keeping | None = None
@@ -93,9 +95,7 @@ class KvprotoTiers(base.KVConnectorBase_V1):
         manager = getattr(self, "_kv_cache_manager", None)
         if manager is None:
             self._tables.scheduled(scheduler_output)
-        return _TierMetadata(
-            self._finding.orders(scheduler_output, manager.get_block_ids if manager else self._tables)
-        )
+        return _TierMetadata(self._finding.orders(scheduler_output, manager.get_block_ids if manager else self._tables))
 
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(connector_output.kv_connector_worker_meta, _TierAnswers):

@@ -32,7 +32,7 @@ class TierSettings(Tiered):
     Fields:
         host_bytes: Memory of the host for pages, of each rank.
         write_policy: Whether a page is kept when it was computed, or once a second request has found it.
-        prefetch_policy: Whether a request takes what storage has given when its turn comes, waits for all, or for a time.
+        prefetch_policy: Whether a request takes what has come when its turn does, waits for all, or for a time.
         prefetch_threshold: Tokens of a prompt below which it is not looked for.
         prefetch_timeout_base: Seconds that storage may take, with `timeout`.
         prefetch_timeout_per_ki_token: And more seconds for each 1,024 tokens.
@@ -153,7 +153,7 @@ class Finding:
     def _look(self, known: _Known) -> None:
         """Unless its prompt is too short, or too much is being read."""
         request = known.request
-        wanted = request.num_tokens - 1
+        wanted = len(request.all_token_ids) - 1
         if known.settled or wanted < max(self._settings.prefetch_threshold, self._page):
             known.settled = True
             return
@@ -200,7 +200,7 @@ class Finding:
 
     def _usable(self, known: _Known) -> int:
         """Pages that were found, but for the last token, from which the engine samples."""
-        return min(known.found or 0, (known.request.num_tokens - 1) // self._page)
+        return min(known.found or 0, (len(known.request.all_token_ids) - 1) // self._page)
 
     def _settle(self, known: _Known) -> None:
         known.settled, known.found, known.looked = True, None, 0
@@ -232,8 +232,8 @@ class Finding:
     def _keep(self, known: _Known, before: int, after: int, tables: Callable[[str], Tables]) -> None:
         """Keep what a step completes; what it computes of tokens that a draft proposed may be refused."""
         request, page = known.request, self._page
-        rows = min(after, max(request.num_prompt_tokens, request.num_tokens - 1))
-        pages = min(rows, request.num_tokens - self._ahead) // page
+        rows = min(after, max(request.num_prompt_tokens, len(request.all_token_ids) - 1))
+        pages = min(rows, len(request.all_token_ids) - self._ahead) // page
         if self._settings.write_policy == "write_through_selective":
             pages = before // page if known.kept is None else 0  # which an earlier request has computed
             known.kept = known.kept or 0
@@ -253,7 +253,7 @@ class Finding:
 
 
 def _is_text(request: Any) -> bool:
-    """Whether tokens say all that a prompt is: no embeddings, images, or adapter, whose id other engines do not know."""
+    """Whether tokens say all of a prompt: no embeddings or images, nor an adapter, whose id no other engine knows."""
     plain = request.prompt_token_ids is not None and request.lora_request is None
     return plain and not getattr(request, "mm_features", None) and getattr(request, "prompt_embeds", None) is None
 

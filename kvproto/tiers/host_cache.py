@@ -77,7 +77,7 @@ class HostCache:
         return self.waiting or bool(self.io and self.io.busy)
 
     def save(self, chain: Chain, slots: Sequence[int]) -> None:
-        """Have the next `step` copy the first pages of a prompt, in these slots of the pool, to the host and store them.
+        """Have the next `step` copy the first pages of a prompt, in these slots of the pool, and store them.
 
         Pages that the host has are not copied again. On a GPU the engine's stream waits for the copy, so that the slots
         may be given to another request at once.

@@ -9,8 +9,8 @@ from kvproto.observability.counts import MetricSample, sample
 from kvproto.rank.pool import Pool
 from kvproto.tiers.host_cache import HostCache
 from kvproto.tiers.host_copies import HostCopies
-from kvproto.tiers.page_cache import PageCache, WritePolicy
 from kvproto.tiers.index import Index
+from kvproto.tiers.page_cache import PageCache, WritePolicy
 from kvproto.tiers.page_ids import Chain, namespace
 from kvproto.tiers.page_layout import page_layout
 from kvproto.tiers.page_store import PageStore
@@ -52,14 +52,14 @@ class Tiers(PageCache):
         for a page that cuts rows, and OSError.
         """
         reach = {pool.group(name).id: tokens for name, tokens in (windows or {}).items()}
-        copies, pages, others = _opened(pool, page, host, storage, most, ahead, reach, stream, durable)
+        copies, pages, others = tier_parts(pool, page, host, storage, most, ahead, reach, stream, durable)
         super().__init__(copies, pages, policy, others=others)
         self._pool = pool
         self.space = namespace(names)
 
     def chain(self, tokens: npt.ArrayLike) -> Chain:
         """The ids of the pages that hold these token ids, [tokens]; `Chain.extend` adds tokens."""
-        return _chain(self.space, self.device.layout.page, tokens)
+        return chain_of(self.space, self.device.layout.page, tokens)
 
     def metrics(self, engine: str) -> list[MetricSample]:
         """The metrics of tiers (spec/v1/metrics.md), for `Collector(lambda: tiers.metrics("prefill"))`; thread-safe."""
@@ -87,7 +87,7 @@ class HostTiers(HostCache):
         durable: bool = False,
     ) -> None:
         """The arguments, and what is raised, are those of `Tiers`."""
-        copies, pages, others = _opened(pool, page, host, storage, most, ahead, {}, stream, durable)
+        copies, pages, others = tier_parts(pool, page, host, storage, most, ahead, {}, stream, durable)
         super().__init__(copies, pages, others=others)
         self._pool, self._names = pool, dict(names)
         self.space = namespace(names)
@@ -95,14 +95,14 @@ class HostTiers(HostCache):
     def chain(self, tokens: npt.ArrayLike, **more: str) -> Chain:
         """The ids of the pages that hold these token ids, [tokens]; `more` are names of a request, such as `salt`."""
         space = namespace(self._names | more) if more else self.space
-        return _chain(space, self.host.layout.page, tokens)
+        return chain_of(space, self.host.layout.page, tokens)
 
     def metrics(self, engine: str) -> list[MetricSample]:
         """The metrics of tiers (spec/v1/metrics.md), for `Collector(lambda: tiers.metrics("prefill"))`; thread-safe."""
         return _metrics(self, self._pool, engine, {"host": self.host})
 
 
-def _opened(
+def tier_parts(
     pool: Pool,
     page: int,
     host: int,
@@ -113,6 +113,7 @@ def _opened(
     stream: int,
     durable: bool,
 ) -> tuple[HostCopies, PageStore | None, RelayoutReader | None]:
+    """The copies between a pool and the host, a page store, and a reader of other layouts; arguments as of `Tiers`."""
     layout = page_layout(pool.geometry, pool.rank, page, [pool.group(name).id for name in ahead], reach)
     page_store, others = None, None
     if storage is not None:
@@ -123,7 +124,8 @@ def _opened(
     return copies, page_store, others
 
 
-def _chain(space: bytes, page: int, tokens: npt.ArrayLike) -> Chain:
+def chain_of(space: bytes, page: int, tokens: npt.ArrayLike) -> Chain:
+    """The ids of the pages that hold these token ids."""
     chain = Chain(space, page)
     chain.extend(tokens)
     return chain

@@ -93,7 +93,7 @@ class Tried:
     title: str
     settings: dict[str, Any]
     page: int
-    other: dict[str, Any] = {}
+    other: dict[str, Any] = attrs.Factory(dict)
     often: bool = False
 
 
@@ -144,7 +144,10 @@ def tried(each: Tried, models: Path, folder: Path) -> Iterator[tuple[str, list[s
     try:
         found = asked(third, given)
         damaged = [] if count else ["nothing is stored"]
-        yield f"a bit of each of {count} objects is flipped: none is served", [*damaged, *same(wanted, found), *misses(found)]
+        yield (
+            f"a bit of each of {count} objects is flipped: none is served",
+            [*damaged, *same(wanted, found), *misses(found)],
+        )
     finally:
         third.stop()
 
