@@ -80,7 +80,7 @@ def _keeps() -> bool:
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
     given, *_ = HybridCacheController.parse_storage_backend_extra_config(memory.hicache_storage_backend_extra_config)
-    return given.get("module_path") == "kvproto_sglang.tiers"
+    return bool(given.get("module_path") == "kvproto_sglang.tiers")
 
 
 def _host_allocated(original: Callable[..., Any], allocator: Any, dims: Any, dtype: Any, device: str) -> Any:

@@ -77,10 +77,9 @@ class KvprotoTiers(base.HiCacheStorage):
             if len(owners) < 2:
                 raise refused("draft model", "a model of its own", "none")
             stated += state_host(self._pools[_DRAFT], attrs.evolve(owners[1], ids=None))
-        weights, scales = self._settings.weights, ({}, {})
-        named = {}
+        named: dict[str, str] = {}
         for n in range(len(models)):
-            named |= facts(n, models, server, weights, scales, stated)
+            named |= facts(n, models, server, self._settings.weights, ({}, {}), stated)
         geometry = lay_out([each.cache for each in stated], Parallel(tp=layout.tp), 0, named)
         tensors = {each.cache.group.name: each.tensors for each in stated}
         axes = {each.cache.group.name: each.axes for each in stated}
