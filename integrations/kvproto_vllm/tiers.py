@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from kvproto.tiers import HostTiers
 from kvproto.tiers.page_layout import page_layout
-from kvproto_engines.memory import ShareableMemory
+from kvproto_engines.memory import only_context
 from kvproto_engines.tiers import ONLY_TOKENS, names_of
 from kvproto_vllm.caches import refused
 from kvproto_vllm.engine import open_pool
@@ -108,7 +108,7 @@ class KvprotoTiers(base.KVConnectorBase_V1):
     # a worker's side, in the order in which vLLM calls
 
     def get_mem_pool_context(self) -> Any:
-        return ShareableMemory(torch.int8) if current_platform.is_cpu() else None
+        return only_context(torch.int8) if current_platform.is_cpu() else None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the tiers. Raises LocalError for caches that cannot be stated or kept, and OSError for storage."""

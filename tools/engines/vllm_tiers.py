@@ -129,13 +129,28 @@ class Tried:
     often: bool = False
     device: bool = True
     """Whether vLLM finds all pages again that are on its device; else it computes the last one again."""
+    spoilt: bool = False
+    """Whether other weights, forged pages and damaged ones are tried, too."""
 
 
 _IN_BLOCKS = {"model": "llama", "max_num_batched_tokens": 96}
 TRIED = [
-    Tried("Llama, block 32 in chunks of 96 tokens, and block 64", _IN_BLOCKS, 32, {"block_size": 64}, often=True),
+    Tried(
+        "Llama, block 32 in chunks of 96 tokens, and block 64",
+        _IN_BLOCKS,
+        32,
+        {"block_size": 64},
+        often=True,
+        spoilt=True,
+    ),
     Tried("MLA, block 16", MLA, 16),
-    Tried("Llama with a draft model, one object for both, block 32", _IN_BLOCKS | DRAFT, 32),
+    Tried(
+        "Layers with a sliding window of 80 tokens beside full ones, block 32, and 64",
+        {"model": "window"},
+        32,
+        {"block_size": 64},
+    ),
+    Tried("Llama with a draft model, one object for both, block 32", _IN_BLOCKS | DRAFT, 32, spoilt=True),
     Tried("Llama with EAGLE, whose rows look ahead, block 32", {"model": "llama", **EAGLE}, 32, device=False),
     Tried(
         "Llama, TP 2, and 1 in blocks of 64",
@@ -178,7 +193,8 @@ def tried(each: Tried, models: Path, folder: Path) -> Cases:
         again = [*hits(given, found, page), *(_accepted(steps, taken) if page == each.page else ())]
         yield f"a fresh engine, block {page}, finds them in storage", [*same(wanted, found), *again]
         yield "longer prompts", list(same(asked(second, more), asked(second, more)))
-    yield from _wrong(settings, each.page, storage, given, wanted)
+    if each.spoilt:
+        yield from _wrong(settings, each.page, storage, given, wanted)
 
 
 def _accepted(steps: list[int], taken: list[int]) -> Iterator[str]:
@@ -215,7 +231,7 @@ def handed_on(models: Path, folder: Path) -> Cases:
     (prompt,) = prompts(1, 200, 201, 7)
     prefill = Engine.of("prefill", str(folder), ["decode"], "fail", **llama, enable_prefix_caching=True)
     tiers = keeping("tiers", folder / "storage").settings["kv"]
-    own = prefill.settings["kv"]
+    own = prefill.settings["kv"] | {"kv_connector": "KvprotoConnector", "kv_connector_module_path": "kvproto_vllm"}
     prefill.settings["kv"] = {
         "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": [own, tiers]},
@@ -227,7 +243,7 @@ def handed_on(models: Path, folder: Path) -> Cases:
         _, _, params, cached = prefill.run(new_name(), prompt, 1, ASK)
         tokens, reason, _, fetched = decode.run(new_name(), prompt, MOST, params)
         found = [] if tokens == wanted else [f"{tokens}, not {wanted}, {reason}"]
-        if (cached, fetched) != (192, 199):
+        if (cached, fetched) != (192, 192):  # whole blocks
             found.append(f"prefill found {cached} tokens, decode fetched {fetched}")
         yield "what prefill finds is handed over", found
         yield "nothing is left", [f"{each.name}: {each.free()}" for each in (prefill, decode) if not each.idle()]
