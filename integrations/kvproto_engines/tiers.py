@@ -7,9 +7,8 @@ from typing import Any
 
 import attrs
 
-from kvproto import Geometry, LocalError
+from kvproto import DType, Geometry, LocalError
 from kvproto.errors import ErrorCode
-from kvproto.wire.enums import DType
 from kvproto_engines.settings import refuse
 
 __all__ = ["ONLY_TOKENS", "Tiered", "names_of", "read"]

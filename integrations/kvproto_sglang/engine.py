@@ -144,9 +144,7 @@ def _check(engine: Engine, stated: list[Stated]) -> None:
         raise refused("draft model", wanted, f"{buffers} buffers, in pages of {found[1:]}")
 
 
-def facts(
-    number: int, models: Sequence[Any], server: Any, weights: str | None, scales: Sequence[Scales], stated: list[Stated]
-) -> dict[str, str]:  # fmt: skip
+def facts(number: int, models: Any, server: Any, weights: Any, scales: Any, stated: list[Stated]) -> dict[str, str]:
     """What has to be equal so that bytes of the target, or of the draft, mean the same.
 
     `weights` names those of the target; `models`, `server` and `scales` are as in `Engine`.
@@ -157,7 +155,6 @@ def facts(
     path, revision, quantized = (getattr(server, _DRAFT * number + name, None) for name in _SERVED[number])
     words = [quantized, f"dummy {server.random_seed}" if server.load_format == "dummy" else ""]
     named = (weights if not number else None) or weights_of(path or server.model_path, revision, words)
-    known = scales[number]
-    values = [[known.get(n, (1.0, 1.0)) for n in each.cache.layers] for each in own if each.scaled]
+    values = [[scales[number].get(n, (1.0, 1.0)) for n in each.cache.layers] for each in own if each.scaled]
     order = next((each.order for each in own if each.order), "")
     return facts_of(("target", "draft")[number], named, models[number].hf_text_config, values, order)

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import sglang
-import torch
 from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
 from sglang.srt.disaggregation.utils import TransferBackend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_disagg, get_memory
+from sglang.srt.runtime_context import get_disagg
 
 from kvproto_engines.memory import ShareableMemory
 from kvproto_sglang.settings import check_release
-from kvproto_sglang.tiers_keys import KEYS
+from kvproto_sglang.tiers.hooks import HOOKS
 
 __all__ = ["NAME", "install"]
 
@@ -25,7 +24,7 @@ NAME = "kvproto"
 def install() -> None:
     """Raises LocalError for a release of SGLang that is not known."""
     check_release(sglang.__version__)
-    for target, hook, kind in _HOOKS:
+    for target, hook, kind in (*_HOOKS, *HOOKS):
         HookRegistry.register(f"sglang.srt.{target}", hook, getattr(HookType, kind))
     add_disagg_transfer_backend_choices([NAME])
     member: Any = object.__new__(TransferBackend)  # SGLang looks the name up in this enum, which is closed
@@ -72,44 +71,6 @@ def _placed(original: Callable[..., Any], pool: Any) -> Any:
     return tuple(map(list, zip(*((each.data_ptr(), each.nbytes, each[0].nbytes) for each in buffers), strict=True)))
 
 
-def _keeps() -> bool:
-    """Whether HiCache's storage is that of `kvproto_sglang.tiers`."""
-    memory = get_memory()
-    if not memory.enable_hierarchical_cache or memory.hicache_storage_backend != "dynamic":
-        return False
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-
-    given, *_ = HybridCacheController.parse_storage_backend_extra_config(memory.hicache_storage_backend_extra_config)
-    return bool(given.get("module_path") == "kvproto_sglang.tiers")
-
-
-def _host_allocated(original: Callable[..., Any], allocator: Any, dims: Any, dtype: Any, device: str) -> Any:
-    """HiCache's pool of the host is memory that kvproto copies from and to."""
-    if not _keeps():
-        return original(allocator, dims, dtype, device)
-    with ShareableMemory():
-        return torch.zeros(tuple(dims), dtype=dtype, device=device)
-
-
-def _tree(original: Callable[..., Any], name: str, params: Any) -> Any:
-    """SGLang's tree in Rust computes keys of its own, which no other engine knows; the one in Python asks for them."""
-    return "python" if _keeps() else original(name, params)
-
-
-def _hashed(original: Callable[..., Any], token_ids: Any, prior_digest: Any, page_size: Any = None) -> Any:
-    if KEYS.pages is None:
-        return original(token_ids, prior_digest, page_size)
-    from sglang.srt.mem_cache.cpp_utils.native_hash import _native_hash_input
-
-    raw, count, width, ahead = _native_hash_input(token_ids)
-    tokens = [*raw[::2], *raw[-1:]] if width == 2 and not ahead else raw  # pairs of a token and the next one
-    return KEYS.of(tokens, count, prior_digest, width == 2, page_size)
-
-
-def _seed(original: Callable[..., Any], extra_key: Any, cache_salt: Any) -> Any:
-    return original(extra_key, cache_salt) if KEYS.pages is None else KEYS.seed(extra_key, cache_salt)
-
-
 def _ours(made: Any) -> bool:
     return type(made).__module__ == "kvproto_sglang.conn"
 
@@ -125,9 +86,5 @@ _HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
     ("mem_cache.memory_pool.DSATokenToKVPool._create_index_key_cache", _allocated, "AROUND"),
     ("mem_cache.memory_pool.MambaPool.__init__", _allocated, "AROUND"),
     ("mem_cache.memory_pool.MHATokenToKVPool.get_contiguous_buf_infos", _placed, "AROUND"),
-    ("mem_cache.pool_host.common.HostTensorAllocator.allocate", _host_allocated, "AROUND"),
-    ("mem_cache.unified_cache.tree_core_registry.resolve_tree_core_backend", _tree, "AROUND"),
-    ("mem_cache.utils.get_native_hash", _hashed, "AROUND"),
-    ("mem_cache.utils.storage_namespace_seed", _seed, "AROUND"),
 )
 """What of SGLang is hooked, below sglang.srt."""

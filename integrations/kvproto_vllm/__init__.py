@@ -1,24 +1,20 @@
-r"""kvproto for vLLM: KV connectors, installed beside an unmodified vLLM.
-
-`KvprotoConnector` hands prompts over between prefill and decode engines, and `KvprotoTiers` keeps pages on the host and
-in storage.
+r"""kvproto for vLLM: a KV connector for prefill and decode engines, installed beside an unmodified vLLM.
 
     vllm serve MODEL --kv-transfer-config \
         '{"kv_connector": "KvprotoConnector", "kv_connector_module_path": "kvproto_vllm", ...}'
 
-docs/vllm-reference.md and docs/tiers.md say the rest.
+docs/vllm-reference.md says the rest.
 """
 
-from importlib import import_module
 from typing import Any
 
-__all__ = ["KvprotoConnector", "KvprotoTiers"]
-
-_HOMES = {"KvprotoConnector": "connector", "KvprotoTiers": "tiers"}
+__all__ = ["KvprotoConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    """A connector, imported when vLLM asks for it: what needs no vLLM imports none."""
-    if name not in _HOMES:
+    """The connector, imported when vLLM asks for it: what needs no vLLM imports none."""
+    if name != "KvprotoConnector":
         raise AttributeError(f"module 'kvproto_vllm' has no attribute {name!r}")
-    return getattr(import_module(f"kvproto_vllm.{_HOMES[name]}"), name)
+    from kvproto_vllm.connector import KvprotoConnector
+
+    return KvprotoConnector

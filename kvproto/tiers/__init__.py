@@ -15,10 +15,11 @@ A page goes from the device through the host to storage, and back:
 * `fsck`: the check behind `kvproto tiers`.
 """
 
+from kvproto.tiers.index import Hit
 from kvproto.tiers.page_cache import PageLease, WritePolicy, patience
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.storage_io import StorageRead
 from kvproto.tiers.stored_pages import StoredPages
 from kvproto.tiers.tiers import HostTiers, Tiers
 
-__all__ = ["Chain", "HostTiers", "PageLease", "StorageRead", "StoredPages", "Tiers", "WritePolicy", "patience"]
+__all__ = ["Chain", "Hit", "HostTiers", "PageLease", "StorageRead", "StoredPages", "Tiers", "WritePolicy", "patience"]

@@ -85,6 +85,10 @@ class HostCache:
         every = [component.group for component in self.copies.layout.components]
         self._backups.append(HostBackup(chain, list(slots), [every] * len(slots)))
 
+    def find(self, chain: Chain) -> Hit:
+        """The first pages of a prompt that are on the host, pinned there until the hit is closed."""
+        return self.host.find(chain)
+
     def load(self, hit: Hit, first: int, slots: Sequence[int], finish: Callable[[bool], None]) -> None:
         """Copy pages of the host, from page `first` of `hit` on, into these slots of the pool.
 

@@ -69,7 +69,7 @@ class Tiers(PageCache):
 class HostTiers(HostCache):
     """The host and storage behind a pool whose pages the engine itself gives to requests, as vLLM and SGLang do.
 
-    `fetch` brings the pages of a `chain` to the host and `host.find` pins them there; `load` copies them into slots of
+    `fetch` brings the pages of a `chain` to the host and `find` pins them there; `load` copies them into slots of
     the pool, and `save` keeps what slots hold. `step` is called once per step of the engine.
     """
 
@@ -79,14 +79,15 @@ class HostTiers(HostCache):
         names: Mapping[str, str],
         *,
         page: int,
-        host: int,
+        host_bytes: int,
         storage: Path | str | Store | None = None,
         most: int = 0,
         ahead: Collection[str] = (),
         stream: int = 0,
         durable: bool = False,
     ) -> None:
-        """The arguments, and what is raised, are those of `Tiers`."""
+        """The host has room for one page at least; other arguments, and what is raised, are as of `Tiers`."""
+        host = max(host_bytes // sum(page_layout(pool.geometry, pool.rank, page).lengths.values()), 1)
         copies, pages, others = tier_parts(pool, page, host, storage, most, ahead, {}, stream, durable)
         super().__init__(copies, pages, others=others)
         self._pool, self._names = pool, dict(names)

@@ -12,9 +12,9 @@ from kvproto import LocalError, Parallel, Pool, lay_out
 from kvproto.tiers import Chain, StoredPages
 from kvproto.tiers.page_ids import namespace
 from kvproto_engines.memory import ShareableMemory
-from kvproto_sglang.host_pools import state_host
 from kvproto_sglang.stated import Owner
-from kvproto_sglang.tiers_keys import Keys, PageKeys
+from kvproto_sglang.tiers.host_pools import state_host
+from kvproto_sglang.tiers.keys import Keys, PageKeys
 
 NAMES = {"weights.target": "test 1", "rope.target": "none", "dtype.target": "float32"}
 SPACE, PAGE = namespace(NAMES), 4

@@ -40,14 +40,14 @@ def read(of: Pool, slots: Sequence[int]) -> bytes:
     return b"".join(array[list(slots)].tobytes() for array in arrays(of))
 
 
-def host_tiers(of: Pool, storage: Path | None = None, page: int = PAGE, host: int = 8, **names: str) -> HostTiers:
-    return HostTiers(of, NAMES | names, page=page, host=host, storage=storage)
+def host_tiers(of: Pool, storage: Path | None = None, **names: str) -> HostTiers:
+    return HostTiers(of, NAMES | names, page=PAGE, host_bytes=1 << 16, storage=storage)
 
 
 def loaded(tiers: HostTiers, chain: Chain, first: int, slots: Sequence[int]) -> bool:
     """Load pages that are on the host; whether they arrived."""
     told: list[bool] = []
-    hit = tiers.host.find(chain)
+    hit = tiers.find(chain)
     tiers.load(hit, first, slots, told.append)
     tiers.settle()
     hit.close()

@@ -10,8 +10,8 @@ import pytest
 from kvproto import Cache, LocalError, Pool, lay_out
 from kvproto.tiers import HostTiers
 from kvproto_engines.tiers import names_of
-from kvproto_vllm.tiers_keeping import Keeping
-from kvproto_vllm.tiers_scheduling import Finding, Keep, Look, Place, TierOrders, TierSettings, merged
+from kvproto_vllm.tiers.finding import Finding, Keep, Look, Place, TierOrders, TierSettings, merged
+from kvproto_vllm.tiers.keeping import Keeping
 
 PAGE = 16
 PROMPT = list(range(100, 200))
@@ -212,7 +212,7 @@ FACTS = {"weights.target": "test 1", "rope.target": "none"}
 def worker(storage: Path, facts: dict[str, str] = FACTS) -> tuple[Keeping, Pool]:
     geometry = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=PAGE)], facts=facts)
     pool = Pool.allocate(geometry, 16)
-    return Keeping(HostTiers(pool, names_of(geometry), page=PAGE, host=8, storage=storage), SETTINGS), pool
+    return Keeping(HostTiers(pool, names_of(geometry), page=PAGE, host_bytes=1 << 16, storage=storage), SETTINGS), pool
 
 
 def answer(keeping: Keeping) -> int:

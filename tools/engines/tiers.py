@@ -32,6 +32,19 @@ Found = list[tuple[list[int], int]]
 """Tokens of each prompt, and how many tokens of it were found."""
 
 
+def hicache(storage: str, about: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's settings for pages in this place; `about` are more of the back end."""
+    given = {
+        "backend_name": "kvproto", "module_path": "kvproto_sglang.tiers", "class_name": "KvprotoTiers",
+        "interface_v1": 1, "storage": storage, "weights": WEIGHTS, "prefetch_threshold": 1, **about,
+    }  # fmt: skip
+    return {
+        "enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_io_backend": "direct",
+        "hicache_mem_layout": "layer_first", "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config": json.dumps(given),
+    }  # fmt: skip
+
+
 @attrs.define
 class _SGLang:
     """An SGLang whose HiCache stores in a folder."""
@@ -41,16 +54,7 @@ class _SGLang:
     @classmethod
     def start(cls, name: str, storage: Path, shared: dict[str, Any], about: dict[str, Any] | None = None) -> _SGLang:
         """`about` are more settings of the back end; `shared` are SGLang's."""
-        given = {
-            "backend_name": "kvproto", "module_path": "kvproto_sglang.tiers", "class_name": "KvprotoTiers",
-            "interface_v1": 1, "storage": str(storage), "weights": WEIGHTS, "prefetch_threshold": 1, **(about or {}),
-        }  # fmt: skip
-        hicache = {
-            "enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_io_backend": "direct",
-            "hicache_mem_layout": "layer_first", "hicache_storage_prefetch_policy": "wait_complete",
-            "hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config": json.dumps(given),
-        }  # fmt: skip
-        return cls(sg.Engine.start(name, hicache | shared, {}))
+        return cls(sg.Engine.start(name, hicache(str(storage), about or {}) | shared, {}))
 
     def asked(self, given: list[list[int]]) -> Found:
         """Answers, and what of each prompt came from storage."""

@@ -38,7 +38,7 @@ _BESIDE = "Llama, MultiConnector beside the one that hands over"
 def keeping(name: str, storage: Path, about: dict[str, Any] | None = None, **settings: Any) -> Engine:
     """A vLLM that keeps pages in this folder; `about` are more settings of its tiers."""
     transfer = {
-        "kv_connector": "KvprotoTiers", "kv_connector_module_path": "kvproto_vllm", "kv_role": "kv_both",
+        "kv_connector": "KvprotoTiers", "kv_connector_module_path": "kvproto_vllm.tiers", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "storage": str(storage), "host_bytes": 64 << 20, "prefetch_threshold": 0, "prefetch_policy": "wait_complete",

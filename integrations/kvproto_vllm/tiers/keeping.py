@@ -6,9 +6,8 @@ import logging
 import time
 from functools import partial
 
-from kvproto.tiers import Chain, HostTiers, StorageRead
-from kvproto.tiers.index import Hit
-from kvproto_vllm.tiers_scheduling import Found, TierOrders, TierSettings
+from kvproto.tiers import Chain, Hit, HostTiers, StorageRead
+from kvproto_vllm.tiers.finding import Found, TierOrders, TierSettings
 
 __all__ = ["Keeping"]
 
@@ -78,7 +77,7 @@ class Keeping:
         now, found = time.monotonic(), Found()
         for name in [name for name, read in self._reads.items() if read.over(now)]:
             self._reads.pop(name).take()
-            hit = self._hits[name] = self.tiers.host.find(self._chains[name])
+            hit = self._hits[name] = self.tiers.find(self._chains[name])
             found[name] = len(hit.pages), 1
         return found
 

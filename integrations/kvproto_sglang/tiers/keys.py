@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.tiers import Chain
-from kvproto.wire.enums import KeyForm
 
 __all__ = ["KEYS", "Keys", "PageKeys"]
 
@@ -54,7 +53,6 @@ class PageKeys:
 
         With `ahead`, one more token follows. A page that is not whole has a key that no page has in storage.
         """
-        form = KeyForm.AHEAD if ahead else KeyForm.OWN
         before, keys = self.space if prior is None else prior, list[bytes]()
         given = np.asarray(tokens, np.uint64)
         for begin in range(0, count, self.page):
@@ -66,7 +64,7 @@ class PageKeys:
                 previous = self._hashed.get(before)
                 chain = Chain(before if previous is None else previous.own, self.page)
                 chain.extend(own)
-                (key,) = chain.ids(form)
+                (key,) = chain.ahead if ahead else chain.own
                 self._hashed[key] = _Hashed(before, chain.own[0], own.copy())
                 self._hashed.move_to_end(key)
                 if len(self._hashed) > self._most:

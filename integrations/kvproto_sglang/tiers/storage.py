@@ -17,9 +17,9 @@ from kvproto_engines.settings import refuse
 from kvproto_engines.tiers import ONLY_TOKENS, Tiered, names_of, read
 from kvproto_sglang.conn import ONES
 from kvproto_sglang.engine import TITLES, Layout, facts
-from kvproto_sglang.host_pools import state_host
 from kvproto_sglang.stated import Owner, refused
-from kvproto_sglang.tiers_keys import KEYS, PageKeys
+from kvproto_sglang.tiers.host_pools import state_host
+from kvproto_sglang.tiers.keys import KEYS, PageKeys
 
 __all__ = ["KvprotoTiers"]
 

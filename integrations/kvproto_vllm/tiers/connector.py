@@ -13,15 +13,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 
 from kvproto.tiers import HostTiers
-from kvproto.tiers.page_layout import page_layout
 from kvproto_engines.memory import only_context
 from kvproto_engines.tiers import ONLY_TOKENS, names_of
 from kvproto_vllm.caches import refused
 from kvproto_vllm.engine import open_pool
-from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
+from kvproto_vllm.releases import RELEASES, BlockTables, TransferResults, check_release, layers_of
 from kvproto_vllm.settings import Settings
-from kvproto_vllm.tiers_keeping import Keeping
-from kvproto_vllm.tiers_scheduling import Finding, Found, TierOrders, TierSettings, merged
+from kvproto_vllm.tiers.finding import Finding, Found, TierOrders, TierSettings, merged
+from kvproto_vllm.tiers.keeping import Keeping
 
 __all__ = ["KvprotoTiers"]
 
@@ -54,7 +53,7 @@ class KvprotoTiers(base.KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises LocalError for a release of vLLM, settings or caches that cannot be used."""
         super().__init__(vllm_config, role, kv_cache_config)
-        check_release(vllm.__version__)
+        check_release(vllm.__version__, RELEASES[1:])  # the first knows failed loads by their blocks
         self._settings = TierSettings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
         if len(groups) != 1:
@@ -69,7 +68,7 @@ class KvprotoTiers(base.KVConnectorBase_V1):
             self._settings.host_bytes // size // 2 * self._page
         )  # the other half is for what is written, as in HiCache
         self._finding = Finding(self._settings, self._page, workers, self._ahead, half)
-        self._tables, self._lost = BlockTables(), LostBlocks()
+        self._tables = BlockTables()
         self._keeping: Keeping | None = None
 
     @property
@@ -122,16 +121,15 @@ class KvprotoTiers(base.KVConnectorBase_V1):
                 raise refused(name, ONLY_TOKENS, "a state" if table.state else "a window")
         pool = opened.pool
         ahead = [group.name for group in pool.geometry.groups if group.model and self._ahead]
-        size = sum(page_layout(pool.geometry, rank, self._page).lengths.values())
         self._keeping = Keeping(
             HostTiers(
-                pool, names_of(pool.geometry), page=self._page, host=max(settings.host_bytes // size, 1),
+                pool, names_of(pool.geometry), page=self._page, host_bytes=settings.host_bytes,
                 storage=settings.storage, most=settings.most, ahead=ahead, durable=settings.durable,
                 stream=torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
             ),
             settings,
         )  # fmt: skip
-        logger.info("kvproto: keeps pages of %d tokens, %d bytes, in %s", self._page, size, settings.storage)
+        logger.info("kvproto: keeps pages of %d tokens in %s", self._page, settings.storage)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         self.register_kv_caches(layers_of(kv_cache, attn_backend, self._kv_cache_config))
