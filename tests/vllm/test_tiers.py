@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvproto import Cache, LocalError, Pool, lay_out
+from kvproto import Cache, DType, LocalError, Pool, lay_out
 from kvproto.tiers import HostTiers
 from kvproto_engines.tiers import names_of
 from kvproto_vllm.tiers.finding import Finding, Keep, Look, Place, TierOrders, TierSettings, merged
@@ -259,6 +259,16 @@ def test_what_is_not_there_any_more_fails(tmp_path: Path) -> None:
     one, _ = worker(tmp_path)
     one.take(TierOrders(places=[Place("a", 0, [12])]))
     assert one.results() == ({"a"}, {"a"})
+
+
+def test_target_and_draft_are_named_by_facts_and_element_types() -> None:
+    caches = [
+        Cache.gqa("kv", 1, kv_heads=1, head_dim=4, page=PAGE, dtype=DType.BF16),
+        Cache.gqa("draft", 1, kv_heads=1, head_dim=4, page=PAGE, model=1, dtype=DType.F8E4M3),
+    ]
+    facts = FACTS | {"weights.draft": "test 2"}
+    named = names_of(lay_out(caches, facts=facts))
+    assert named == facts | {"dtype.target": "bfloat16", "dtype.draft": "f8e4m3"}
 
 
 def test_pages_without_a_name_of_the_weights_are_refused(tmp_path: Path) -> None:

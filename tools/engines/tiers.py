@@ -196,14 +196,15 @@ def _fresh(
 ) -> int:  # fmt: skip
     """Fresh engines of SGLang over what is stored: as it is, of other weights, and damaged."""
     wrong = 0
-    for title, about, page, layout in (
-        ("a fresh SGLang, page 64 in another layout of the host", {}, 64, "page_first_direct"),
-        ("an SGLang of other weights finds nothing", {"weights": "of another revision"}, 0, "layer_first"),
-        ("a bit of each object is flipped: none is served", {}, 0, "layer_first"),
+    for title, about, page, layout, ranks in (
+        ("a fresh SGLang, page 64 in another layout of the host", {}, 64, "page_first_direct", 1),
+        ("a fresh SGLang, TP 2", {}, 32, "layer_first", 2),
+        ("an SGLang of other weights finds nothing", {"weights": "of another revision"}, 0, "layer_first", 1),
+        ("a bit of each object is flipped: none is served", {}, 0, "layer_first", 1),
     ):
         if "flipped" in title:
             vl.flip(storage)
-        settings = shared | {"page_size": page or 32, "hicache_mem_layout": layout}
+        settings = shared | {"page_size": page or 32, "hicache_mem_layout": layout, "tp_size": ranks}
         engine = _SGLang.start("fresh", storage, settings, about)
         engines.append(engine.engine)
         engine.engine.ready()

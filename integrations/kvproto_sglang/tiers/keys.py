@@ -20,9 +20,6 @@ from kvproto.tiers import Chain
 
 __all__ = ["KEYS", "Keys", "PageKeys"]
 
-_MOST = 1 << 20
-"""Pages that are remembered: those of prompts of 67 million tokens, where a page has 64."""
-
 
 @attrs.frozen
 class _Hashed:
@@ -42,8 +39,8 @@ class _Hashed:
 class PageKeys:
     """Of one rank. Any thread may call."""
 
-    def __init__(self, space: bytes, page: int, most: int = _MOST) -> None:
-        """`space` is the namespace of requests without names of their own."""
+    def __init__(self, space: bytes, page: int, most: int = 1 << 16) -> None:
+        """`space` is the namespace of requests without names of their own; `most` pages are remembered."""
         self.space, self.page, self._most = space, page, most
         self._hashed: OrderedDict[bytes, _Hashed] = OrderedDict()
         self._lock = Lock()

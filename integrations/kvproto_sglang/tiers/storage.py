@@ -90,7 +90,8 @@ class KvprotoTiers(base.HiCacheStorage):
             pool, names_of(geometry), page=page, storage=self._settings.storage, most=self._settings.most, ahead=ahead,
             durable=self._settings.durable,
         )  # fmt: skip
-        KEYS.open(PageKeys(self._pages.space, page), self._pages.space_of)
+        most = 4 * self._pools[_KV].page_num + (1 << 16)  # several times what its tree can hold
+        KEYS.open(PageKeys(self._pages.space, page, most), self._pages.space_of)
 
     def _prompt(self, keys: Sequence[str]) -> tuple[StoredPages, Chain, int] | None:
         """Where pages of these keys are, the prompt that they are of, and the number of the first of them."""
