@@ -249,6 +249,24 @@ def handed_on(models: Path, folder: Path) -> Cases:
         yield "nothing is left", [f"{each.name}: {each.free()}" for each in (prefill, decode) if not each.idle()]
 
 
+def refused(models: Path, folder: Path) -> Cases:
+    """A setting that cannot be kept ends the engine's start, by its name."""
+    for title, about, says in (
+        ("write_back", {"write_policy": "write_back"}, "vLLM does not say which block it is about to give up"),
+        ("a name that is unknown", {"storrage": "x"}, "'storrage'"),
+    ):
+        engine = keeping("refused", folder / "storage", about, model=str(make(models, "llama")))
+        engine.start()
+        try:
+            engine.ready()
+            found = ["the engine has started"]
+        except RuntimeError as error:
+            found = [] if says in str(error) else [str(error)[-600:]]
+        finally:
+            engine.stop()
+        yield f"{title}: refused", found
+
+
 def _filled(models: Path, given: Any) -> Any:
     """Settings with the folder of a model in place of its name."""
     if not isinstance(given, dict):
@@ -264,7 +282,7 @@ def main(argv: list[str]) -> int:
     wrong, begun = 0, time.monotonic()
     newest = vllm.__version__.startswith("0.33")
     runs: dict[str, Callable[[Path, Path], Cases]] = {each.title: partial(tried, each) for each in TRIED}
-    runs[_BESIDE] = handed_on
+    runs |= {_BESIDE: handed_on, "What is refused": refused}
     often = [each.title for each in TRIED if each.often]
     chosen = [title for title in runs if any(word in title for word in words)]
     for title in chosen if words else runs if newest else often:
