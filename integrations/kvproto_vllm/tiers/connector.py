@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 
@@ -59,15 +59,15 @@ class KvprotoTiers(base.KVConnectorBase_V1):
         if len(groups) != 1:
             found = ", ".join(type(each.kv_cache_spec).__name__ for each in groups)
             raise refused("block tables", f"one: {ONLY_TOKENS}", f"{len(groups)}: {found}")
+        if parallel.pipeline_parallel_size != 1:
+            raise refused("pipeline_parallel_size", "1", str(parallel.pipeline_parallel_size))
         self._page = groups[0].kv_cache_spec.block_size
         speculative = vllm_config.speculative_config
         self._ahead = speculative is not None and getattr(speculative, "method", "") != _OWN
-        workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         size = sum(each.size for each in kv_cache_config.kv_cache_tensors) // kv_cache_config.num_blocks
-        half = (
-            self._settings.host_bytes // size // 2 * self._page
-        )  # the other half is for what is written, as in HiCache
-        self._finding = Finding(self._settings, self._page, workers, self._ahead, half)
+        # the other half of the host is for what is written, as in HiCache
+        half = self._settings.host_bytes // size // 2 * self._page
+        self._finding = Finding(self._settings, self._page, parallel.tensor_parallel_size, self._ahead, half)
         self._tables = BlockTables()
         self._keeping: Keeping | None = None
 
@@ -111,9 +111,9 @@ class KvprotoTiers(base.KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the tiers. Raises LocalError for caches that cannot be stated or kept, and OSError for storage."""
-        first, tp = next(iter(kv_caches.values())), self._vllm_config.parallel_config.tensor_parallel_size
+        first = next(iter(kv_caches.values()))
         device, settings = (first if isinstance(first, torch.Tensor) else first[0]).device, self._settings
-        rank = get_pp_group().rank_in_group * tp + get_tensor_model_parallel_rank()
+        rank = get_tensor_model_parallel_rank()
         stated = Settings(name="tiers", weights=settings.weights, pages="strides")
         opened = open_pool(self._vllm_config, self._kv_cache_config, kv_caches, rank, stated)
         for name, table in opened.tables.items():
