@@ -6,9 +6,11 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 from kvproto import Cache, DType, LocalError, Pool, lay_out
 from kvproto.tiers import HostTiers
+from kvproto_engines.memory import only_context
 from kvproto_engines.tiers import names_of
 from kvproto_vllm.tiers.finding import Finding, Keep, Look, Place, TierOrders, TierSettings, merged
 from kvproto_vllm.tiers.keeping import Keeping
@@ -269,6 +271,14 @@ def test_target_and_draft_are_named_by_facts_and_element_types() -> None:
     facts = FACTS | {"weights.draft": "test 2"}
     named = names_of(lay_out(caches, facts=facts))
     assert named == facts | {"dtype.target": "bfloat16", "dtype.draft": "f8e4m3"}
+
+
+def test_two_connectors_of_an_engine_give_one_context_for_its_caches() -> None:
+    first = only_context(torch.int8)
+    assert first is not None
+    assert only_context(torch.int8) is None
+    del first
+    assert only_context(torch.int8) is not None
 
 
 def test_pages_without_a_name_of_the_weights_are_refused(tmp_path: Path) -> None:
