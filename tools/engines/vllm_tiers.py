@@ -249,6 +249,24 @@ def handed_on(models: Path, folder: Path) -> Cases:
         yield "nothing is left", [f"{each.name}: {each.free()}" for each in (prefill, decode) if not each.idle()]
 
 
+def policies(models: Path, folder: Path) -> Cases:
+    """When pages are kept, and how long a request waits for storage."""
+    llama: dict[str, Any] = {"model": str(make(models, "llama"))}
+    given, storage = prompts(2, 200, 300, 8), folder / "storage"
+    with running(engine := keeping("selective", storage, {"write_policy": "write_through_selective"}, **llama)):
+        wanted = asked(engine, given)
+        engine.forget()
+        found = asked(engine, given)
+        yield "write_through_selective keeps nothing that one request has", [*same(wanted, found), *misses(found)]
+        asked(engine, given[:1])
+    with running(engine := keeping("timeout", storage, {"prefetch_policy": "timeout"}, **llama)):
+        found = asked(engine, given)
+        kept = [*hits(given[:1], found[:1], 32), *misses(found[1:])]
+        yield "and what a second has found; timeout", [*same(wanted, found), *kept]
+    with running(engine := keeping("best", storage, {"prefetch_policy": "best_effort"}, **llama)):
+        yield "best_effort, whatever has come", list(same(wanted, asked(engine, given)))
+
+
 def refused(models: Path, folder: Path) -> Cases:
     """A setting that cannot be kept ends the engine's start, by its name."""
     for title, about, says in (
@@ -282,7 +300,7 @@ def main(argv: list[str]) -> int:
     wrong, begun = 0, time.monotonic()
     newest = vllm.__version__.startswith("0.33")
     runs: dict[str, Callable[[Path, Path], Cases]] = {each.title: partial(tried, each) for each in TRIED}
-    runs |= {_BESIDE: handed_on, "What is refused": refused}
+    runs |= {_BESIDE: handed_on, "Policies": policies, "What is refused": refused}
     often = [each.title for each in TRIED if each.often]
     chosen = [title for title in runs if any(word in title for word in words)]
     for title in chosen if words else runs if newest else often:
