@@ -459,6 +459,16 @@ def disk() -> Rows:
         yield name, *(cell for rate, share in pairs for cell in (f"{rate:,}", "" if share is None else f"{share:.2f}"))
 
 
+@table("tiers", "hicache", " | first token, ms | found | written, MB/s | read, MB/s")
+def hicache() -> Rows:
+    """The best of each, as other work on the cores makes all of them slower, and not equally."""
+    for contender, rounds in results("tiers_engines")["samples"].items():
+        first = min(each for one in rounds for each in one["first_ms"])
+        found = median(each for one in rounds for each in one["found"])
+        moved = [max(one[way] or 0 for one in rounds) / 1e6 for way in ("write", "read")]
+        yield contender, f"{first:,.0f}", f"{100 * found:.0f} %", *(f"{each:,.0f}" if each else "" for each in moved)
+
+
 def written(text: str, page: str) -> str:
     """The text of a page with all its tables made anew."""
     for of, name, head, rows in TABLES:

@@ -7,6 +7,7 @@ made in one. On a GPU the engine's own allocations do. On the CPU `torch.zeros` 
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 import kvproto
 
-__all__ = ["ShareableMemory"]
+__all__ = ["ShareableMemory", "only_context"]
 
 
 class ShareableMemory(TorchFunctionMode):
@@ -36,3 +37,16 @@ class ShareableMemory(TorchFunctionMode):
             if length and self._dtype in (None, dtype):
                 return from_dlpack(kvproto.allocate(length)).view(dtype).view(shape)
         return func(*args, **named)
+
+
+_given: list[weakref.ref[ShareableMemory]] = []
+"""The context that `only_context` gave last."""
+
+
+def only_context(dtype: torch.dtype) -> ShareableMemory | None:
+    """A context for an engine's caches; None while another lives: vLLM takes one at most of all its connectors."""
+    if _given and _given[0]() is not None:
+        return None
+    made = ShareableMemory(dtype)
+    _given[:] = [weakref.ref(made)]
+    return made

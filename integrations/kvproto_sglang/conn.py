@@ -24,9 +24,9 @@ from kvproto_sglang.state import State
 from kvproto_sglang.stated import refused
 from kvproto_sglang.tickets import Asked, asked_of, ticket_of
 
-__all__ = ["CLASSES", "BootstrapServer", "Manager", "Receiver", "Sender"]
+__all__ = ["CLASSES", "ONES", "BootstrapServer", "Manager", "Receiver", "Sender"]
 
-_ONES = ("pp_size", "attn_cp_size", "attn_dcp_size")
+ONES = ("pp_size", "attn_cp_size", "attn_dcp_size")
 """Sizes of SGLang's parallel configuration that have to be 1 until engines with them were tried."""
 _NO_HOOKS = "the plug-in's hooks are not in place: SGLang's log says why"
 
@@ -65,7 +65,7 @@ class Manager(base.BaseKVManager):
         settings, parallel = self.settings, get_parallel()
         self.buffers, scheduler = queue.metadata_buffers, queue.scheduler
         self.layout = Layout(
-            parallel.attn_tp_size, parallel.attn_tp_rank, tuple((name, getattr(parallel, name)) for name in _ONES),
+            parallel.attn_tp_size, parallel.attn_tp_rank, tuple((name, getattr(parallel, name)) for name in ONES),
             parallel.attn_dp_rank or parallel.dp_rank or 0, parallel.num_dp_ranks,
         )  # fmt: skip
         parts = "all" if self.prefills else settings.metadata

@@ -15,7 +15,7 @@ from kvproto_sglang.pools import FLAT, state
 from kvproto_sglang.settings import Settings
 from kvproto_sglang.stated import Owner, Stated, Table, refused
 
-__all__ = ["Engine", "Layout", "Opened", "open_pool", "scales_of"]
+__all__ = ["Engine", "Layout", "Opened", "facts", "open_pool", "scales_of"]
 
 _SERVED = ("model_path", "revision", "quantization"), ("path", "revision", "quantization")
 """Of ServerArgs, what says which weights the target has; and a draft, behind `speculative_draft_model_`."""
@@ -100,13 +100,13 @@ def open_pool(engine: Engine, layout: Layout, settings: Settings, parts: str) ->
     _check(engine, stated)
     warm = len(engine.pools) > 1 and not settings.options.cold_draft
     page, names = engine.pools[0].page_size, metadata.names_of(engine.buffers, parts, warm)
-    facts = [_facts(n, engine, settings, [each for each in stated if each.cache.group.model == n]) for n in (0, 1)]
+    named = [facts(n, engine.models, engine.server, settings.weights, engine.scales, stated) for n in (0, 1)]
     if not settings.options.cold_draft:
-        facts = [facts[0] | facts[1], {}]
+        named = [named[0] | named[1], {}]
     geometry = lay_out(
         [each.cache for each in stated] + metadata.cache_of(engine.buffers, names), Parallel(tp=layout.tp),
-        layout.replica, settings.facts if settings.facts is not None else facts[0],
-        depth=engine.models[0].num_hidden_layers, warn=facts[1],
+        layout.replica, settings.facts if settings.facts is not None else named[0],
+        depth=engine.models[0].num_hidden_layers, warn=named[1],
     )  # fmt: skip
     tensors = {each.cache.group.name: each.tensors for each in stated}
     axes = {each.cache.group.name: each.axes for each in stated}
@@ -144,15 +144,17 @@ def _check(engine: Engine, stated: list[Stated]) -> None:
         raise refused("draft model", wanted, f"{buffers} buffers, in pages of {found[1:]}")
 
 
-def _facts(number: int, engine: Engine, settings: Settings, stated: list[Stated]) -> dict[str, str]:
-    """What has to be equal so that bytes of the target, or of the draft, mean the same."""
-    if not stated:
+def facts(number: int, models: Any, server: Any, weights: Any, scales: Any, stated: list[Stated]) -> dict[str, str]:
+    """What has to be equal so that bytes of the target, or of the draft, mean the same.
+
+    `weights` names those of the target; `models`, `server` and `scales` are as in `Engine`.
+    """
+    own = [each for each in stated if each.cache.group.model == number]
+    if not own:
         return {}
-    model, of = engine.models[number], ("target", "draft")[number]
-    path, revision, quantized = (getattr(engine.server, _DRAFT * number + name, None) for name in _SERVED[number])
-    words = [quantized, f"dummy {engine.server.random_seed}" if engine.server.load_format == "dummy" else ""]
-    named = settings.weights if not number else None
-    known, weights = engine.scales[number], named or weights_of(path or engine.server.model_path, revision, words)
-    scales = [[known.get(n, (1.0, 1.0)) for n in each.cache.layers] for each in stated if each.scaled]
-    order = next((each.order for each in stated if each.order), "")
-    return facts_of(of, weights, model.hf_text_config, scales, order)
+    path, revision, quantized = (getattr(server, _DRAFT * number + name, None) for name in _SERVED[number])
+    words = [quantized, f"dummy {server.random_seed}" if server.load_format == "dummy" else ""]
+    named = (weights if not number else None) or weights_of(path or server.model_path, revision, words)
+    values = [[scales[number].get(n, (1.0, 1.0)) for n in each.cache.layers] for each in own if each.scaled]
+    order = next((each.order for each in own if each.order), "")
+    return facts_of(("target", "draft")[number], named, models[number].hf_text_config, values, order)

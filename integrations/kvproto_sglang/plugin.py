@@ -13,6 +13,7 @@ from sglang.srt.runtime_context import get_disagg
 
 from kvproto_engines.memory import ShareableMemory
 from kvproto_sglang.settings import check_release
+from kvproto_sglang.tiers.hooks import HOOKS
 
 __all__ = ["NAME", "install"]
 
@@ -23,7 +24,7 @@ NAME = "kvproto"
 def install() -> None:
     """Raises LocalError for a release of SGLang that is not known."""
     check_release(sglang.__version__)
-    for target, hook, kind in _HOOKS:
+    for target, hook, kind in (*_HOOKS, *HOOKS):
         HookRegistry.register(f"sglang.srt.{target}", hook, getattr(HookType, kind))
     add_disagg_transfer_backend_choices([NAME])
     member: Any = object.__new__(TransferBackend)  # SGLang looks the name up in this enum, which is closed

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from kvproto import Sink, Source
 from kvproto_engines import described, told
-from kvproto_engines.memory import ShareableMemory
+from kvproto_engines.memory import only_context
 from kvproto_vllm.caches import WINDOW
 from kvproto_vllm.engine import Opened, open_pool
 from kvproto_vllm.loading import Loading
@@ -110,7 +110,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     # a worker's side, in the order in which vLLM calls
 
     def get_mem_pool_context(self) -> Any:
-        return ShareableMemory(torch.int8) if current_platform.is_cpu() else None
+        return only_context(torch.int8) if current_platform.is_cpu() else None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the pool. Raises LocalError for caches that cannot be stated."""

@@ -46,10 +46,10 @@ def conv_rows_first() -> bool:
     return bool(get_conv_state_layout() == "SD")
 
 
-def check_release(version: str) -> None:
+def check_release(version: str, releases: tuple[str, ...] = RELEASES) -> None:
     """Raise LocalError for a release of vLLM whose hooks are not known."""
-    if not any(version.startswith(f"{known}.") for known in RELEASES):
-        known = f"vLLM {', '.join(RELEASES[:-1])} or {RELEASES[-1]}"
+    if not any(version.startswith(f"{known}.") for known in releases):
+        known = f"vLLM {', '.join(releases[:-1])} or {releases[-1]}"
         raise refuse(WHERE, "", known, version, "install one of them, or a newer kvproto")
 
 

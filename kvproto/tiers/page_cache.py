@@ -2,8 +2,7 @@
 
 A request opens a `PageLease`: the pages of its prompt that were found, and room for the rest. Copies for all requests
 wait for `PageCache.step`, which starts one program from the host and one to it, for any number of pages and components.
-While a copy runs, its slots are FILLING or pinned. Threads read and write storage; they touch only host slots that are
-pinned for them. One thread at a time may call this module.
+`HostCache` has what concerns the host and storage. One thread at a time may call this module.
 
 Each rank finds other pages, and has other slots to spare. An `Agreement` states in a vector which prompts the rank was
 given, how many slots it has, and at which lengths of each prompt it could continue; the MIN of these vectors is what
@@ -13,23 +12,19 @@ hit on all.
 
 import hashlib
 import struct
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
-from itertools import takewhile
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.errors import KvprotoError, LocalError
+from kvproto.errors import LocalError
+from kvproto.tiers.host_cache import HostBackup, HostCache
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.index import Hit, Index, Reservation
-from kvproto.tiers.manifest import Data
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader
-from kvproto.tiers.storage_io import StorageIO, StorageRead
 from kvproto.transport.base import Paging
 from kvproto.wire.enums import ErrorCode, LengthRule, Tier
 
@@ -54,22 +49,7 @@ def patience(tokens: int) -> float:
     return 1.0 + tokens / 4096
 
 
-@attrs.define(eq=False)
-class _HostBackup:
-    """The first pages of a prompt, to be copied to the host; `hit` pins them on the device if they need it."""
-
-    chain: Chain
-    slots: list[int]
-    groups: list[list[int]]
-    """Components that each page has."""
-    hit: Hit | None = None
-
-    def close(self) -> None:
-        if self.hit is not None:
-            self.hit.close()
-
-
-class PageCache:
+class PageCache(HostCache):
     """The pages of one rank in its pool, in host memory, and in a page store."""
 
     def __init__(
@@ -87,27 +67,17 @@ class PageCache:
         Storage hangs if a call takes more than `limit` seconds: until it returns, nothing waits for storage or uses it.
         Pages that the page store lacks are read from `others`.
         """
-        self.copies, self.page_store, self.policy = copies, page_store, policy
-        self.io = StorageIO(page_store, threads, most, limit, others) if page_store else None
-        self.device, self.host = Index(copies.layout, copies.pages), Index(copies.layout, copies.slots)
+        super().__init__(copies, page_store, threads, most, limit, others)
+        self.policy, self.device = policy, Index(copies.layout, copies.pages)
         self.device.on_evict = self._before_evict
-        self.counts: Counter[str] = Counter()
-        """Pages that requests found on the `device`, on the `host`, and not at all (`new`); pages `fetched` from
-        storage and `stored`; pages `not kept` and `not stored` for want of room; and copies that `failed`."""
-        self.moved: Counter[tuple[str, int]] = Counter()
-        """Bytes copied `to_host`, `from_host`, `to_storage` and `from_storage`, by direction and component."""
         self._origins: dict[bytes, tuple[Chain, int]] = {}
         """The prompt and page number of each page on the device, by id."""
-        self._running: list[tuple[Paging, Callable[[bool], None]]] = []
-        """Copies under way, and what to call with whether their bytes have arrived."""
-        self._backups: list[_HostBackup] = []
         self._loads: list[PageLease] = []
         self._listeners: list[Callable[[dict[bytes, Tier | None]], object]] = []
 
     @property
-    def busy(self) -> bool:
-        """Whether anything is waiting for a step, a copy, or storage."""
-        return bool(self._backups or self._loads or self._running or (self.io and self.io.busy))
+    def waiting(self) -> bool:
+        return super().waiting or bool(self._loads)
 
     def subscribe(self, listener: Callable[[dict[bytes, Tier | None]], object]) -> None:
         """Report pages to continue after, by nearest tier (None: gone): all now, then changes (KVP-CAT-TELL)."""
@@ -180,71 +150,11 @@ class PageCache:
         self._collect_stored()
         self._notify()
 
-    def settle(self) -> None:
-        """Check which copies are over; their pages can be found from now on."""
-        running, self._running = self._running, []
-        for copy, finish in running:
-            self._check(copy, finish)
-
-    def fetch(self, chain: Chain, deadline: float = 0.0) -> StorageRead:
-        """Begin to read pages that the host lacks from storage; `deadline` 0 waits for none, infinity for all."""
-        with self.host.find(chain) as hit:
-            first = len(hit.pages)
-        last = min(len(chain.ids(self.host.layout.form)), first + self._io_room())
-        return StorageRead(self.io, chain, range(first, last), deadline, self._put_on_host)
-
-    def drain(self) -> None:
-        """Step until nothing waits and everything is stored, unless storage hangs."""
-        while self.busy:
-            self.step()
-            for copy, _ in self._running:
-                copy.wait()
-            if self.io and not self.io.wait() and not (self._backups or self._loads or self._running):
-                break
-        self._collect_stored()
-
-    def close(self) -> None:
-        """Wait for copies, and for storage unless it hangs; drop waiting work, and free the host memory."""
-        for copy, _ in self._running:
-            copy.wait()
-        self.settle()
-        if self.io:
-            self.io.close()
-        for backup in self._backups:
-            backup.close()
-        self._backups = []
-        self._collect_stored()
-        if not (self.io and self.io.busy):  # a write that hangs still reads that memory
-            self.copies.close()
-
     def _queue_backup(self, chain: Chain, length: int) -> None:
         hit = self.device.find(chain)
         hit.cut(length)
         slots = [page.slot for page in hit.pages]
-        self._backups.append(_HostBackup(chain, slots, [self.device.groups(slot) for slot in slots], hit))
-
-    def _put_on_host(self, chain: Chain, first: int, pages: Sequence[Mapping[int, Data]]) -> int:
-        """Put pages of a prompt, from `first` on, on the host; returns how many were not there before."""
-        with self.host.find(chain) as hit:
-            start = len(hit.pages)
-            new = pages[start - first :] if start >= first else []
-            new = new[: self.host.slots.free + self.host.slots.idle]
-            reservation = self.host.reserve_pages(chain, start, len(new))
-            if reservation is None:
-                return 0
-            with reservation:
-                for slot, data in zip(reservation.fill_all(), new, strict=True):
-                    for group, view in self.copies.page(slot).items():
-                        view[:] = data.get(group, bytes(len(view)))
-                reservation.seal_all([[*data] for data in new])
-                published = reservation.publish()
-        self.counts["fetched"] += published
-        self._count_moved("from_storage", new[:published])
-        return published
-
-    def _io_room(self) -> int:
-        """The number of pages that may still go to or from storage."""
-        return self.io.workers.room if self.io else 0
+        self._backups.append(HostBackup(chain, slots, [self.device.groups(slot) for slot in slots], hit))
 
     def published(self, chain: Chain, length: int, on_host: bool = False) -> None:
         """Note that the first pages of a prompt can be found on the device now; `on_host`: the host has them too."""
@@ -266,47 +176,9 @@ class PageCache:
             if self.policy is WritePolicy.WRITE_BACK and self.host.slot(id) is None:
                 path = (self.device.slot(id) for id in chain.ids(self.device.layout.form)[: i + 1])
                 slots = [slot for slot in path if slot is not None]
-                self._backups.append(_HostBackup(chain, slots, [self.device.groups(slot) for slot in slots]))
+                self._backups.append(HostBackup(chain, slots, [self.device.groups(slot) for slot in slots]))
         for id, _ in pages:
             del self._origins[id]
-
-    def _back_up(self, pinned: bool = True) -> None:
-        """Copy the pages of all backups to the host that it lacks; without `pinned`, only of backups without a hit."""
-        backups = [backup for backup in self._backups if pinned or backup.hit is None]
-        self._backups = [backup for backup in self._backups if not pinned and backup.hit is not None]
-        flying: set[bytes] = set()
-        started: list[tuple[_HostBackup, Hit, range, Reservation]] = []
-        for backup in backups:
-            ids = backup.chain.ids(self.host.layout.form)[: len(backup.slots)]
-            hit = self.host.find_with(backup.chain, backup.groups)
-            first = len(hit.pages)
-            first += len([*takewhile(flying.__contains__, ids[first:])])
-            wanted = range(first, min(len(ids), first + self.host.slots.free + self.host.slots.idle))
-            self.counts["not kept"] += len(ids) - wanted.stop
-            reservation = self.host.reserve_pages(backup.chain, first, len(wanted)) if wanted else None
-            if reservation is None:
-                hit.close()
-                backup.close()
-            else:
-                flying.update(ids[first : wanted.stop])
-                started.append((backup, hit, wanted, reservation))
-        sources = [slot for backup, _, pages, _ in started for slot in backup.slots[pages.start : pages.stop]]
-        sinks = [slot for *_, reservation in started for slot in reservation.fill_all()]
-
-        def finish(arrived: bool) -> None:
-            for backup, hit, pages, reservation in started:
-                with hit, reservation:
-                    if arrived:
-                        groups = backup.groups[pages.start : pages.stop]
-                        self._count_moved("to_host", groups)
-                        reservation.seal_all(groups)
-                        reservation.publish()
-                        self._store(backup.chain, pages)
-                backup.close()
-
-        copy = self._start(self.copies.to_host, sources, sinks, finish)
-        if copy is not None and any(backup.hit is None for backup, *_ in started):
-            copy.hold()  # the pages that it reads are not pinned
 
     def _load(self) -> None:
         """Copy the pages that all leases wait for to the pool."""
@@ -324,66 +196,6 @@ class PageCache:
         copy = self._start(self.copies.to_pool, sources, sinks, finish)
         for lease in loads:
             lease.load_started(copy)
-
-    def _start(
-        self,
-        copy: Callable[[Sequence[int], Sequence[int]], Paging],
-        sources: list[int],
-        sinks: list[int],
-        finish: Callable[[bool], None],
-    ) -> Paging | None:
-        """Start a copy, unless it is empty; a copy that fails loses its pages and nothing else."""
-        if not sources:
-            finish(True)
-            return None
-        try:
-            paging = copy(sources, sinks)
-        except KvprotoError:
-            self.counts["failed"] += 1
-            finish(False)
-            return None
-        self._check(paging, finish)
-        return paging
-
-    def _check(self, copy: Paging, finish: Callable[[bool], None]) -> None:
-        """Finish a copy that is over or has failed; else keep it in the list of running copies."""
-        try:
-            done = copy.done
-        except KvprotoError:
-            self.counts["failed"] += 1
-            finish(False)
-            return
-        if done:
-            finish(True)
-        else:
-            self._running.append((copy, finish))
-
-    def _store(self, chain: Chain, pages: range) -> None:
-        """Have threads write pages of the host, which stay pinned meanwhile."""
-        if self.io is None:
-            return
-        hit = self.host.find(chain)
-        hit.cut(pages.stop)
-        numbers = range(pages.start, min(len(hit.pages), pages.start + self._io_room()))
-        self.counts["not stored"] += len(pages) - len(numbers)
-        views = [self._host_views(hit.pages[i].slot) for i in numbers]
-        self._count_moved("to_storage", views)
-        self.io.write(hit, chain, zip(numbers, views, strict=True))
-
-    def _host_views(self, slot: int) -> dict[int, memoryview]:
-        """The bytes of each component that a host page holds."""
-        held = self.host.groups(slot)
-        return {group: view for group, view in self.copies.page(slot).items() if group in held}
-
-    def _count_moved(self, way: str, pages: Iterable[Iterable[int]]) -> None:
-        """Count the bytes of these components of pages that were copied."""
-        for group in (group for page in pages for group in page):
-            self.moved[way, group] += self.host.layout.component(group).length
-
-    def _collect_stored(self) -> None:
-        """Unpin pages whose writes to storage are over."""
-        if self.io:
-            self.counts["stored"] += self.io.collect()
 
 
 class PageLease:

@@ -118,6 +118,12 @@ class PageStore:
         for manifest in manifests:
             yield manifest_key(manifest.id, manifest.geometry), encode_struct(manifest)
 
+    def holds(self, chain: Chain, i: int) -> bool:
+        """Whether page i is there, as far as its manifest says; its bytes are checked when they are read."""
+        with self._counting_failures():
+            return self._manifest(chain, i) is not None
+        return False
+
     def read(self, chain: Chain, i: int, buffers: PageBuffers | None = None) -> dict[int, Data] | None:
         """The bytes of page i by group, of all groups that it has; None if it is not there whole.
 

@@ -241,8 +241,8 @@ def test_a_state_that_sglang_does_not_name_fails_its_request(side: str, pair: Pa
 
 
 def test_it_uses_the_front_door_alone() -> None:
-    doors = {"kvproto", "kvproto.errors", "kvproto.events"}
-    for path in Path(kvproto_sglang.__file__).parent.glob("*.py"):
+    doors = {"kvproto", "kvproto.errors", "kvproto.events", "kvproto.tiers"}
+    for path in Path(kvproto_sglang.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = node.module if isinstance(node, ast.ImportFrom) else ""
             if name and name.split(".")[0] == "kvproto":

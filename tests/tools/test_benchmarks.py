@@ -58,6 +58,7 @@ LEFT_OUT = {
     "peers": GPUS,
     "plots": "writes the pictures of the pages, wherever it runs",
     "tests_gpu": GPUS,
+    "tiers_engines": "needs SGLang, which takes half a minute to start",
     "tiers_gpu": GPUS,
     "transfer_gpu": GPUS,
     "transfer_many": GPUS,

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 _VLLM = "vllm-0.33.0/vllm/distributed/kv_transfer/kv_connector"
+_OFFLOADING = "vllm-0.33.0/vllm/v1/kv_offload"
 _SGLANG = "sgt/sglang/srt"
 SAID = [
     ("releases", f"{_VLLM}/v1/nixl/metadata.py", '"vllm_version": vllm_version'),
@@ -31,6 +32,11 @@ SAID = [
     ("context parallel", f"{_SGLANG}/disaggregation/common/conn.py", '"PD decode DCP currently requires prefill attention CP=1, "'),
     ("drafts", f"{_VLLM}/v1/nixl/metadata.py", '"speculative_config": _get_speculative_compatibility_factors(vllm_config)'),
     ("state of Mamba", f"{_VLLM}/v1/nixl/base_worker.py", '"3-read Mamba conv transfer requires DS conv state layout. "'),
+    ("tiers", f"{_OFFLOADING}/cpu/gpu_worker.py", "assert gpu_tensor.is_cuda or gpu_tensor.is_xpu"),
+    ("tiers", f"{_OFFLOADING}/file_mapper.py", '"inference_engine": inference_engine,'),
+    ("tiers", f"{_OFFLOADING}/file_mapper.py", '"tp_size": tp_size,'),
+    ("tiers", f"{_SGLANG}/mem_cache/hicache_storage.py", "# TODO: Include KV dtype and stored layout in keys for both DCP and"),
+    ("tiers", f"{_SGLANG}/mem_cache/hicache_storage.py", 'self.tp_config_suffix = f"_{model_name}_{tp_rank}_{tp_size}{shard_suffix}"'),
     ("what a request carries", f"{_VLLM}/v1/nixl/pull_scheduler.py", "remote_block_ids=block_ids,"),
     ("what a request carries", f"{_VLLM}/v1/nixl/pull_scheduler.py", "remote_host=self.side_channel_host,"),
     ("what a request carries", f"{_SGLANG}/managers/io_struct.py", "bootstrap_room: Optional["),

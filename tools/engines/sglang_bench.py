@@ -4,6 +4,9 @@ data-parallel attention need to run on a CPU.
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +16,8 @@ CORRUPT = 1 << 62
 """Bit of a room whose first page is changed after it has arrived."""
 CORRUPT_STATE = 1 << 61
 """Bit of a room whose state is changed after it has arrived."""
+RATES = "KVPROTO_BENCH_RATES"
+"""Of the environment: a file for the pages that HiCache reads and writes, and the seconds that its threads wait."""
 _LARGE = 0x40
 """The bit that makes a small number a large one."""
 
@@ -87,6 +92,26 @@ def _handler(original: Callable[..., Any], cls: Any, name: str) -> Any:
     return original(cls, name)
 
 
+def _timed(way: str) -> Callable[..., Any]:
+    """A hook of what moves pages between HiCache's host pool and its storage."""
+
+    def call(original: Callable[..., Any], controller: Any, *args: Any, **named: Any) -> Any:
+        if not (file := os.environ.get(RATES)):
+            return original(controller, *args, **named)
+        pool = controller.storage_host_pool
+        pool.pin_memory = False  # a page that its own files are read into would be pinned
+        began = time.perf_counter()
+        done = original(controller, *args, **named)
+        seconds, pages = time.perf_counter() - began, done if way == "read" else len(args[0])
+        with open(file, "a") as lines:
+            lines.write(json.dumps([way, pages, seconds]) + "\n")
+        return done
+
+    return call
+
+
+_MOVES = {"read": ("_page_get_zero_copy", "_generic_page_get"), "write": ("_page_set_zero_copy", "_generic_page_set")}
+_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 _HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
     (
         "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
@@ -101,4 +126,5 @@ _HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
         _handler,
         "AROUND",
     ),
+    *((f"{_CONTROLLER}.{name}", _timed(way), "AROUND") for way, names in _MOVES.items() for name in names),
 )

@@ -1,4 +1,5 @@
-"""What SGLang asks of its packages of kernels for a model with short convolutions, in plain torch, for a CPU without them.
+"""What SGLang asks of its packages of kernels, in plain torch, for a CPU without them: for a model with short convolutions,
+and for HiCache, whose memory is not pinned here.
 
 A plug-in of the tests (`sglang_bench`) calls `supply` in each process of SGLang.
 """
@@ -22,6 +23,40 @@ def supply() -> None:
 
     causal_conv1d._causal_conv1d_fn_triton = causal
     causal_conv1d._causal_conv1d_update_triton = step
+    from sglang.srt.mem_cache.pool_host import common, mha, mla
+
+    common._cuda_host_register = _unpinned
+    for module in (mha, mla):
+        module.transfer_kv_direct = tokens_of_layers
+        module.transfer_kv_per_layer_direct_pf_lf = layer_of_pages
+        module.transfer_kv_all_layer_direct_lf_pf = layers_to_pages
+
+
+def _unpinned(*args: Any, **named: Any) -> None:
+    """There is no device that memory could be pinned for."""
+
+
+def tokens_of_layers(src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
+    """Copy tokens between two pools, layer by layer."""
+    for source, sink in zip(src_layers, dst_layers, strict=True):
+        sink[dst_indices.long()] = source[src_indices.long()]
+
+
+def layer_of_pages(
+    src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, layer_id: int, page_size: int
+) -> None:  # fmt: skip
+    """Copy one layer of pages [page, layer, token, ...] to a pool by tokens."""
+    at = src_indices.long()
+    for pages, sink in zip(src_ptrs, dst_ptrs, strict=True):
+        sink[dst_indices.long()] = pages[at // page_size, layer_id, at % page_size]
+
+
+def layers_to_pages(src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
+    """Copy all layers of a pool by tokens to pages [page, layer, token, ...]; of K all layers, then of V."""
+    at = dst_indices.long()
+    layers = len(src_ptrs) // len(dst_ptrs)
+    for n, source in enumerate(src_ptrs):
+        dst_ptrs[n // layers][at // page_size, n % layers, at % page_size] = source[src_indices.long()]
 
 
 def causal(
