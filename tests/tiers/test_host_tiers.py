@@ -66,9 +66,9 @@ def test_what_slots_hold_is_saved_and_loaded_into_others() -> None:
     tiers, chain = host_tiers(of), host_tiers(of).chain(TOKENS)
     write(of, [9, 3, 7, 1])
     tiers.save(chain, [9, 3, 7, 1])
-    assert len(tiers.host) == 0
+    assert len(tiers.host.ids()) == 0
     tiers.step()
-    assert len(tiers.host) == 4
+    assert len(tiers.host.ids()) == 4
     assert loaded(tiers, chain, 1, [4, 5, 6])
     assert read(of, [4, 5, 6]) == read(of, [3, 7, 1])
 
