@@ -92,6 +92,9 @@ class DemoOptions:
     down: float | None = None
     overview: bool = False
     tiers: bool = False
+    images: bool = False
+    encoder_tp: int = 2
+    encoder_seed: int = 0
     picture: Path | None = None
 
     @property
@@ -169,6 +172,9 @@ def parse(argv: list[str] | None) -> DemoOptions:
         action="store_true",
         help="run one engine, with conversations that do not fit on its device (--prefill-framework jax: in JAX)",
     )
+    add("--images", action="store_true", help="prompts with images, for which an encoder engine hands rows to prefill")
+    add("--encoder-tp", type=int, default=2, help="tensor-parallel ranks of the encoder, with --images (default 2)")
+    add("--encoder-seed", type=int, default=0, help="seed of its weights; prefill expects 0, and refuses any other")
     add("--overview", action="store_true", help="print the answers and the proof instead of tables")
     add("--picture", type=Path, metavar="FILE", help="also write the output as an SVG picture")
     if parser.parse_known_args(argv)[0].real:
@@ -241,10 +247,23 @@ def check(options: DemoOptions) -> None:
          "--tiers is of one engine: leave --attach, --kill, --drain, --sleep and --pause out"),
         (options.json and options.picture, "--picture is of what is printed for people: leave --json out"),
         *(_dp_attention(options) if options.dp_attention else ()),
+        *(_images(options) if options.images else ()),
     )  # fmt: skip
     for wrong, says in refused:
         if wrong:
             raise EngineError(says)
+
+
+def _images(options: DemoOptions) -> Iterable[tuple[object, str]]:
+    """What does not go together with --images, and why."""
+    yield (
+        options.attach or options.tiers or options.real or options.chat or options.prompt_file,
+        "--images brings engines and prompts of its own: leave --attach, --tiers, --real, --chat and --prompt-file out",
+    )
+    yield options.dtype != "float32", "--images compares tokens in 32 bits: leave --dtype out"
+    jax = any(getattr(options, f"{role}_framework") == "jax" for role in ("prefill", "decode"))
+    yield jax, "--images is torch's: leave --prefill-framework and --decode-framework jax out"
+    yield options.transport == "cuda", "--images moves rows in memory of the host: choose --transport shm or inline"
 
 
 def _dp_attention(options: DemoOptions) -> Iterable[tuple[object, str]]:
@@ -269,6 +288,7 @@ def _dp_attention(options: DemoOptions) -> Iterable[tuple[object, str]]:
 
 
 SIZES = (
-    "max_new", "page_size", "prefill_page_size", "decode_page_size", "prefill_dp", "decode_dp", "chunk"
+    "max_new", "page_size", "prefill_page_size", "decode_page_size", "prefill_dp", "decode_dp", "chunk",
+    "encoder_tp",
 )  # fmt: skip
 """Options that count something, and must be at least 1."""

@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from itertools import combinations
 from typing import Any
 
 import attrs
@@ -109,6 +110,13 @@ def verdict(router: Router, compared: list[Compared], verify: bool) -> dict[str,
     } | ({"logprobs": all(c.same_logprobs for c in served)} if any(c.logprobs for c in served) else {})
 
 
+def other_tokens(router: Router) -> bool:
+    """Whether some prompts differ in nothing but their images, and any two of these were answered differently."""
+    some = [r for r in router.requests if r.prompt.images and r.error is None]
+    alike = [(a, b) for a, b in combinations(some, 2) if a.prompt.tokens == b.prompt.tokens]
+    return bool(alike) and all(a.tokens != b.tokens for a, b in alike)
+
+
 def as_json(
     router: Router, compared: list[Compared], verdicts: dict[str, bool], tokenizer: Tokenizer, notes: Notes
 ) -> dict[str, Any]:
@@ -134,6 +142,7 @@ def as_json(
         "plan": router.plan,
         "matrix": moved,
         "left": _left(router),
+        "rows": [{"source": s, "sink": d, "bytes": n} for (s, d), n in sorted(_rows(router).items())],
         "requests": rows,
         "notes": notes.told,
         "verdicts": verdicts,
@@ -147,6 +156,7 @@ WORDS = {
     "kill": {True: "[green]what was lost was asked again", False: "[red]nothing was under way, or nothing was lost"},
     "drain": {True: "[green]nothing was lost, and it ended well", False: "[red]something was lost"},
     "sleep": {True: "[green]what was lost had its memory moved", False: "[red]something was lost"},
+    "images": {True: "[green]another image, other tokens", False: "[red]another image, THE SAME TOKENS"},
     "pause": {True: "[green]nothing was lost", False: "[red]nothing was under way, or something was lost"},
 }
 """How to print a verdict, by its name; those not listed here say whether both sides agree."""
@@ -155,6 +165,9 @@ WORDS = {
 def show(console: Console, router: Router, compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> None:
     """Print the results as tables."""
     console.print(_routes(router))
+    if rows := _rows(router):
+        sent = ", ".join(f"E{source} -> P{sink} {count:,} bytes" for (source, sink), count in sorted(rows.items()))
+        console.print(f"rows of images, from encoder ranks to prefill ranks: {sent}", highlight=False)
     console.print(f"required responses: {_required(router)}", highlight=False)
     stored = ", ".join(
         f"{name} {dealt:,.0f}" + (f" ({whole:,.0f} without DCP)" if dealt != whole else "")
@@ -197,6 +210,15 @@ def matrix(router: Router) -> dict[tuple[Place, Place, str], int]:
             here, there = request.replicas
             for group, count in word["bytes"].items():
                 found[(here, word["source"]), (there, word["sink"]), group] += count
+    return found
+
+
+def _rows(router: Router) -> dict[tuple[int, int], int]:
+    """Bytes of rows of images, by encoder rank and rank of prefill."""
+    found: dict[tuple[int, int], int] = defaultdict(int)
+    for request in router.requests:
+        for word in request.rows:
+            found[word["source"], word["sink"]] += word["bytes"]
     return found
 
 

@@ -77,8 +77,9 @@ class Admission:
                     break
                 youngest = self.running[-1]
                 give_way(youngest)
-                self.running.remove(youngest)
-                insort(self.waiting, youngest, key=self._came.__getitem__)
+                if youngest in self.running:  # else its engine has forgotten it
+                    self.running.remove(youngest)
+                    insort(self.waiting, youngest, key=self._came.__getitem__)
 
     def forget(self, sequence: TokenSequence) -> None:
         """Forget a request that is over, wherever it is."""
