@@ -149,7 +149,7 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
     )
     asked = [(r.prompt.tokens, r.prompt.sampling) for r in served]
     encoder = Encoder(_encoder(options)) if options.images else None
-    seen = [encoder and encoder.rows(image.pixels for image in r.prompt.images) for r in served]
+    seen = [encoder.rows(image.pixels for image in r.prompt.images) if encoder else None for r in served]
     results = dict(zip(served, engine.generate_all(asked, options.max_new, seen), strict=True))
     found = []
     for request in router.requests:

@@ -172,9 +172,6 @@ def parse(argv: list[str] | None) -> DemoOptions:
         action="store_true",
         help="run one engine, with conversations that do not fit on its device (--prefill-framework jax: in JAX)",
     )
-    add("--images", action="store_true", help="prompts with images, for which an encoder engine hands rows to prefill")
-    add("--encoder-tp", type=int, default=2, help="tensor-parallel ranks of the encoder, with --images (default 2)")
-    add("--encoder-seed", type=int, default=0, help="seed of its weights; prefill expects 0, and refuses any other")
     add("--overview", action="store_true", help="print the answers and the proof instead of tables")
     add("--picture", type=Path, metavar="FILE", help="also write the output as an SVG picture")
     if parser.parse_known_args(argv)[0].real:
@@ -197,6 +194,9 @@ def _add_prompts(add: Callable[..., object]) -> None:
     how = """how to sample all prompts, such as '{"temperature": 0.8, "top_p": 0.9, "stop": ["."]}'; also seed, top_k,
         repetition, presence, frequency, ignore_eos and logprobs (default: greedy, but one prompt)"""
     add("--sampling", type=_sampling, metavar="JSON", help=how)
+    add("--images", action="store_true", help="prompts with images, for which an encoder engine hands rows to prefill")
+    add("--encoder-tp", type=int, default=2, help="tensor-parallel ranks of the encoder, with --images (default 2)")
+    add("--encoder-seed", type=int, default=0, help="seed of its weights; prefill expects 0, and refuses any other")
     add("--max-new", type=int, default=48, help="tokens to generate for each prompt (default 48)")
     add("--speculate", type=int, default=4, help=SPECULATE)
 

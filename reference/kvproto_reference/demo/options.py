@@ -437,7 +437,7 @@ def _check(role: str, args: argparse.Namespace) -> None:
         (not 0 <= args.replica <= REPLICAS - args.dp,
          f"--replica must be 0 to {REPLICAS - args.dp}, not {args.replica}"),
         (jax and vars(args).get("images"), "--images is torch's: choose --framework torch"),
-        (vars(args).get("images") and kept, "--host-pages finds pages by tokens, not by images: leave it or --images out"),
+        (vars(args).get("images") and kept, "--host-pages finds pages by tokens, not by images: leave one of them out"),
         (vars(args).get("images") and gpus,
          "--images takes rows in memory of the host: choose --transport shm or inline, without --devices"),
         (jax and args.dp > 1, "--dp is torch's: --framework jax has the experts of one replica"),

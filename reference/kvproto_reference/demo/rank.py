@@ -222,8 +222,9 @@ class EngineProcess:
 
     def next_timer(self) -> float | None:
         """When `on_time` has something to do, by time.monotonic; None: nothing is planned."""
-        doors = [each.next_timer() for each in (self.kept, self.rows and self.rows.lines) if each is not None]
-        timers = (self._drain_until, *doors)
+        timers = [self._drain_until]
+        timers += [self.kept.next_timer()] if self.kept is not None else []
+        timers += [self.rows.lines.next_timer()] if self.rows is not None else []
         return min((at for at in timers if at is not None), default=None)
 
     @property

@@ -11,7 +11,6 @@ from . import logprobs
 from .logprobs import LogProbs
 from .sampling import SamplingParams, Scores
 
-
 IMAGE = 0
 """The token in whose place a row of an image stands, in a prompt that has images."""
 

@@ -126,8 +126,10 @@ class Undivided:
         self, prompt: Sequence[int], sampling: SamplingParams, max_new: int, seen: Tensor | None = None
     ) -> TokenSequence:
         """Begin with a prompt, whose sequence later steps complete; raises OutOfPages if too few pages are free."""
-        how = {"sampling": sampling, "tokenizer": self.tokenizer, "seen": seen}
-        sequence = TokenSequence(prompt=list(prompt), max_new=max_new, **how)
+        tokenizer = self.tokenizer
+        sequence = TokenSequence(
+            prompt=list(prompt), max_new=max_new, sampling=sampling, tokenizer=tokenizer, seen=seen
+        )
         counts = [self.pages_of(len(sequence.prompt), max_new)] * len(self._pages)
         if self._window:
             counts[-1] = min(self._window, counts[0])
