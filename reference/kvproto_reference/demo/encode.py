@@ -8,12 +8,12 @@ from typing import Any
 
 import attrs
 
-from kvproto import Options, Request, Source, read_ticket
+from kvproto import Options, Parallel, Request, Source, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
 from kvproto.events import Event, Expired, Freed, Refused, Sent, Undelivered
 
 from ..checkpoint import load_config
-from ..engine.images import ROWS, Image, RowPool, shown
+from ..engine.images import ROWS, RUN, Image, RowPool, shown
 from ..engine.launch import launch
 from ..engine.lockstep import Lockstep, Said
 from ..engine.world import World
@@ -64,7 +64,8 @@ class EncodeProcess:
         self._encoder = Encoder(
             EncoderConfig(width=target.hidden, seed=options.seed), TensorParallel(world.rank, world.size, world.group)
         )
-        self._rows = RowPool(self._encoder.config, target, world.size, world.rank, options.pages, dealt=True)
+        dealt = Parallel(tp=world.size, dcp=world.size, interleave=RUN)
+        self._rows = RowPool(self._encoder.config, target, dealt, world.rank, options.pages)
         listen = {rank: rank_address(address(options.dir), 0, rank) for rank in range(world.size)}
         how = Options(transports=(options.transport,), verify=not options.no_verify)
         self._source = Source(NAME, self._rows.pool, listen, how)

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from kvproto import Fetch, Prompt, Seed, Sink, Ticket
+from kvproto import Fetch, Parallel, Prompt, Seed, Sink, Ticket
 from kvproto.errors import KvprotoError
 from kvproto.events import Arrived, Event, Lost, PagesFree, Refused
 
@@ -43,14 +43,8 @@ class ImageRows:
 
     def __init__(self, options: EngineOptions, world: World) -> None:
         target, self._ranks = options.configs[0], options.layout.stage
-        self.pool = RowPool(
-            EncoderConfig(width=target.hidden),
-            target,
-            self._ranks,
-            min(world.rank, self._ranks - 1),
-            PAGES,
-            dealt=False,
-        )
+        config, rank = EncoderConfig(width=target.hidden), min(world.rank, self._ranks - 1)
+        self.pool = RowPool(config, target, Parallel(tp=self._ranks), rank, PAGES, options.replica)
         seeds = {(encode.NAME, 0): Seed(rank_address(encode.address(options.folder), 0, 0))}
         how = attrs.evolve(options.kvproto(), keys=None, feed=None)
         self.sinks: Mapping[int, Sink] = (

@@ -75,16 +75,13 @@ class RowPool:
     """Pages of image rows on one rank, in which it has all of them or, as an encoder, those that it hands over."""
 
     def __init__(
-        self, config: EncoderConfig, target: ModelConfig, ranks: int, rank: int, pages: int, dealt: bool
+        self, config: EncoderConfig, target: ModelConfig, parallel: Parallel, rank: int, pages: int, replica: int = 0
     ) -> None:
-        """`ranks` ranks have the rows, whole, or `dealt` RUN at a time."""
+        """With `parallel.dcp`, ranks have RUN rows in turn; otherwise each has all of them."""
+        dealt = parallel.dcp > 1
         cache = Cache.encoder(ROWS, dim=config.width, page=PAGE, dtype=DTYPES[target.dtype], axis=AXIS)
-        facts = {"weights.encoder": config.fingerprint()}
-        self.geometry: Geometry = (
-            lay_out([cache.sharded()], Parallel(tp=ranks, dcp=ranks, interleave=RUN), facts=facts)
-            if dealt
-            else lay_out([cache], Parallel(tp=ranks), facts=facts)
-        )
+        cache = cache.sharded() if dealt else cache
+        self.geometry: Geometry = lay_out([cache], parallel, replica, {"weights.encoder": config.fingerprint()})
         dtype = getattr(torch, target.dtype)
         length = pages * PAGE * config.width * dtype.itemsize
         self.tensor = shareable(length, torch.device("cpu")).view(dtype).view(pages, PAGE, 1, config.width)
