@@ -142,7 +142,9 @@ class EncodeProcess:
 
     def on_sent(self, rank: int, word: dict[str, Any]) -> None:
         """A rank has copied its rows to one rank of prefill."""
-        self._tell("rows", id=word["id"], source=rank, sink=word["sink"], bytes=word["bytes"])
+        count = word["bytes"]
+        rows = count // (self._rows.tensor.shape[-1] * self._rows.tensor.itemsize)
+        self._tell("rows", id=word["id"], source=rank, sink=word["sink"], rows=rows, bytes=count)
 
     def on_over(self, rank: int, word: dict[str, Any]) -> None:
         """No sink needs a rank's rows any more; ranks without a route hear nothing and are not waited for."""

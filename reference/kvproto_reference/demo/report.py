@@ -142,7 +142,7 @@ def as_json(
         "plan": router.plan,
         "matrix": moved,
         "left": _left(router),
-        "rows": [{"source": s, "sink": d, "bytes": n} for (s, d), n in sorted(_rows(router).items())],
+        "rows": [{"source": s, "sink": d, "rows": n, "bytes": b} for (s, d), (n, b) in _rows(router).items()],
         "requests": rows,
         "notes": notes.told,
         "verdicts": verdicts,
@@ -166,8 +166,7 @@ def show(console: Console, router: Router, compared: list[Compared], verdicts: d
     """Print the results as tables."""
     console.print(_routes(router))
     if rows := _rows(router):
-        sent = ", ".join(f"E{source} -> P{sink} {count:,} bytes" for (source, sink), count in sorted(rows.items()))
-        console.print(f"rows of images, from encoder ranks to prefill ranks: {sent}", highlight=False)
+        console.print(_encoded(rows))
     console.print(f"required responses: {_required(router)}", highlight=False)
     stored = ", ".join(
         f"{name} {dealt:,.0f}" + (f" ({whole:,.0f} without DCP)" if dealt != whole else "")
@@ -213,13 +212,22 @@ def matrix(router: Router) -> dict[tuple[Place, Place, str], int]:
     return found
 
 
-def _rows(router: Router) -> dict[tuple[int, int], int]:
-    """Bytes of rows of images, by encoder rank and rank of prefill."""
-    found: dict[tuple[int, int], int] = defaultdict(int)
-    for request in router.requests:
-        for word in request.rows:
-            found[word["source"], word["sink"]] += word["bytes"]
-    return found
+def _rows(router: Router) -> dict[tuple[int, int], tuple[int, int]]:
+    """Rows of images, and their bytes, by encoder rank and rank of prefill."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for word in (word for request in router.requests for word in request.rows):
+        rows, count = found.get((word["source"], word["sink"]), (0, 0))
+        found[word["source"], word["sink"]] = rows + word["rows"], count + word["bytes"]
+    return dict(sorted(found.items()))
+
+
+def _encoded(rows: dict[tuple[int, int], tuple[int, int]]) -> Table:
+    table = Table(title="images: which encoder rank sends how many rows to whom", title_justify="left")
+    for name in ("from -> to", "rows", "bytes"):
+        table.add_column(name, justify="left" if name == "from -> to" else "right")
+    for (source, sink), (count, size) in rows.items():
+        table.add_row(f"E{source} -> P{sink}", f"{count:,}", f"{size:,}")
+    return table
 
 
 def _required(router: Router) -> str:
