@@ -209,7 +209,7 @@ def test_an_encoder_with_other_weights_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ("--images --real", "leave --attach, --tiers, --real"),
+        ("--images --real", "leave --tiers, --real"),
         ("--images --dtype bfloat16", "leave --dtype out"),
         ("--images --prefill-framework jax", "--images is torch's"),
         ("--images --transport cuda", "choose --transport shm or inline"),

@@ -38,7 +38,7 @@ class Summed(TensorParallel):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_shares_of_ranks_add_up_to_what_one_rank_computes(size: int) -> None:
-    """Without attention to other layers: the sums of the first layer's attention and feed-forward block."""
+    """After attention, and after the feed-forward block."""
     one = EncoderConfig(width=48, layers=1)
     sums: list[list[Tensor]] = []
     whole: list[Tensor] = []

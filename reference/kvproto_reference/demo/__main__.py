@@ -62,7 +62,8 @@ def run(options: DemoOptions, console: Console) -> int:
         replicas = options.prefill_dp, options.decode_dp
         router = Router(folder, "prefill", engines, *replicas, notes.add, options.images)
         stack.callback(router.close)
-        with clock.stage("start", "starting a prefill and a decode engine"):
+        engines_here = "an encoder, a prefill" if options.images else "a prefill"
+        with clock.stage("start", f"starting {engines_here} and a decode engine"):
             if options.attach is None:
                 router.wait_ready(LOAD, LOAD)
             else:

@@ -257,8 +257,8 @@ def check(options: DemoOptions) -> None:
 def _images(options: DemoOptions) -> Iterable[tuple[object, str]]:
     """What does not go together with --images, and why."""
     yield (
-        options.attach or options.tiers or options.real or options.chat or options.prompt_file,
-        "--images brings engines and prompts of its own: leave --attach, --tiers, --real, --chat and --prompt-file out",
+        options.tiers or options.real or options.chat or options.prompt_file,
+        "--images brings prompts of its own: leave --tiers, --real, --chat and --prompt-file out",
     )
     yield options.dtype != "float32", "--images compares tokens in 32 bits: leave --dtype out"
     jax = any(getattr(options, f"{role}_framework") == "jax" for role in ("prefill", "decode"))

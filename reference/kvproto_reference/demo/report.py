@@ -222,7 +222,7 @@ def _rows(router: Router) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 def _encoded(rows: dict[tuple[int, int], tuple[int, int]]) -> Table:
-    table = Table(title="images: which encoder rank sends how many rows to whom", title_justify="left")
+    table = Table(title="rows of images, by rank", title_justify="left")
     for name in ("from -> to", "rows", "bytes"):
         table.add_column(name, justify="left" if name == "from -> to" else "right")
     for (source, sink), (count, size) in rows.items():
