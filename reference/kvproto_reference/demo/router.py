@@ -233,16 +233,20 @@ class Router:
             prompt = request.prompt
             body = {"id": request.id, "ticket": write_ticket(ticket), "prompt": prompt.tokens,
                     "max_new": request.max_new, "sampling": attrs.asdict(prompt.sampling)}  # fmt: skip
-            rows = write_ticket(new_ticket("encoder", deadline=DEADLINE))
-            if prompt.images:
-                body |= {"images": [image.digest.hex() for image in prompt.images], "rows": rows}
             if request.lost:
                 self._note(f"{prompt.name!r} is asked again, with a new ticket")
+            rows = self._encode(request) if prompt.images else {}
             for name, op in zip(pair, ("prefill", "decode"), strict=True):
-                self._engines[name].line.send(op, **body)
-            if prompt.images:
-                images = [image.to_word() for image in prompt.images]
-                self._engines[ENCODER].line.send("encode", **{**body, "ticket": rows, "images": images})
+                self._engines[name].line.send(op, **body, **rows)
+                rows.pop("rows", None)  # decode fetches none
+
+    def _encode(self, request: Request) -> dict[str, Any]:
+        """Show a request's images to the encoder; returns their digests, and prefill's ticket for what it makes."""
+        prompt, ticket = request.prompt, write_ticket(new_ticket("encoder", deadline=DEADLINE))
+        images = [image.to_word() for image in prompt.images]
+        word = {"id": request.id, "ticket": ticket, "prompt": prompt.tokens, "images": images}
+        self._engines[ENCODER].line.send("encode", **word)
+        return {"images": [image.digest.hex() for image in prompt.images], "rows": ticket}
 
     def _pair(self, turn: int) -> tuple[str, str] | None:
         """A prefill and a decode engine that take requests and are connected; turn by turn, another pair is first."""
@@ -356,13 +360,14 @@ class Router:
 
     def stop(self) -> None:
         """Stop all engines: those that fetch first, since they would take the Goodbye of a source for a failure."""
-        until = time.monotonic() + 5
-        for role in ("decode", "prefill", "encoder"):
-            running = {name for name, engine in self._engines.items() if name.startswith(role) and engine.there}
-            for name in running:
-                self._engines[name].line.send("stop")
-            while role != "encoder" and running and time.monotonic() < until:
+        until, running = time.monotonic() + 5, set[str]()
+        for role in ("decode", "prefill", *(["encoder"] if ENCODER in self._engines else [])):
+            while running and time.monotonic() < until:
                 running -= {name for name, word in self._listen() if word["op"] in ("stopped", "lost")}
+            some = {name: engine for name, engine in self._engines.items() if name.startswith(role)}
+            for engine in some.values():
+                engine.line.send("stop")
+            running = {name for name, engine in some.items() if engine.there}
 
     def close(self) -> None:
         """Close the lines."""

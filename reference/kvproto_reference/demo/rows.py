@@ -46,7 +46,7 @@ class ImageRows:
         config, rank = EncoderConfig(width=target.hidden), min(world.rank, self._ranks - 1)
         self.pool = RowPool(config, target, Parallel(tp=self._ranks), rank, PAGES, options.replica)
         seeds = {(encode.NAME, 0): Seed(rank_address(encode.address(options.folder), 0, 0))}
-        how = attrs.evolve(options.kvproto(), keys=None, feed=None)
+        how = attrs.evolve(options.kvproto(), spread="even", keys=None, feed=None)
         self.sinks: Mapping[int, Sink] = (
             {world.rank: Sink(options.name, self.pool.pool, seeds, how)} if world.rank < self._ranks else {}
         )
