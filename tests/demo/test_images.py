@@ -34,7 +34,7 @@ imported("kvproto_reference.demo.__main__")
 CONFIG = EncoderConfig(width=64)
 RED, BLUE, TWO, _ = image_prompts(CONFIG, BYTES)
 RUNS = {
-    "TP 3 to TP 2, decode deals": ("--encoder-tp 3 --target gqa --decode-tp 2 --dcp 2", 3, 2),
+    "TP 3 to TP 2, decode deals": ("--encoder-tp 3 --target gqa --decode-tp 2 --dcp 2 --pages 17", 3, 2),
     "TP 2 to CP 2 of TP 2, in pieces": ("--encoder-tp 2 --prefill-cp 2 --prefill-interleave 4 --chunk 17", 2, 4),
 }
 """Options, and the numbers of ranks of the encoder and of prefill."""

@@ -144,6 +144,7 @@ def test_a_request_that_its_engine_forgets_when_it_gives_way_does_not_wait() -> 
     prefixes = PrefixCache([pages], [shard])
     admission = Admission(prefixes, lambda rows: (shard.pages(rows),), 0, lambda pages: None)
     some = [TokenSequence(prompt=[*range(n, n + 8)], max_new=9, images=(b"red",)) for n in (0, 50)]
+    assert admission.step(some[0]) == (4,)  # all at once
     for sequence in some:
         admission.add(sequence)
         assert prefixes.allocate(sequence, [2]) is not None

@@ -156,7 +156,10 @@ WORDS = {
     "kill": {True: "[green]what was lost was asked again", False: "[red]nothing was under way, or nothing was lost"},
     "drain": {True: "[green]nothing was lost, and it ended well", False: "[red]something was lost"},
     "sleep": {True: "[green]what was lost had its memory moved", False: "[red]something was lost"},
-    "images": {True: "[green]another image, other tokens", False: "[red]another image, THE SAME TOKENS"},
+    "images": {
+        True: "[green]another image, other tokens",
+        False: "[red]another image, THE SAME TOKENS: if one engine has them too, raise --max-new",
+    },
     "pause": {True: "[green]nothing was lost", False: "[red]nothing was under way, or something was lost"},
 }
 """How to print a verdict, by its name; those not listed here say whether both sides agree."""
