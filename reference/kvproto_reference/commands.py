@@ -14,6 +14,11 @@ def decode() -> int:
     return _run("decode")
 
 
+def encode() -> int:
+    """`kvproto-encode`."""
+    return _run("encode")
+
+
 def _run(role: str) -> int:
     try:
         module = importlib.import_module(f"kvproto_reference.demo.{role}")

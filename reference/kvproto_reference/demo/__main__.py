@@ -24,6 +24,7 @@ from ..chat import ChatTemplate
 from ..engine.sequence import SpeculationStats, rows_needed
 from ..engine.undivided import Undivided
 from ..errors import EngineError
+from ..models.encoder import Encoder, EncoderConfig
 from ..tokenizer import Tokenizer
 from . import tiers
 from .arguments import DemoOptions, check, parse
@@ -31,8 +32,8 @@ from .clock import Clock
 from .engines import Engines
 from .options import checkpoint_folder, draft_folder, numbers
 from .page import picture, show_page
-from .prompts import Prompt, default_chats, default_prompts, read_prompts
-from .report import Compared, Notes, as_json, show, verdict
+from .prompts import Prompt, default_chats, default_prompts, image_prompts, read_prompts
+from .report import Compared, Notes, as_json, other_tokens, show, verdict
 from .router import LOAD, START, Request, Router
 from .start import devices, start
 from .trouble import KINDS, Trouble
@@ -58,9 +59,11 @@ def run(options: DemoOptions, console: Console) -> int:
         engines = stack.enter_context(Engines(fork=options.transport != "cuda"))
         if options.attach is None:
             start(engines, options, folder, outside)
-        router = Router(folder, "prefill", engines, options.prefill_dp, options.decode_dp, notes.add)
+        replicas = options.prefill_dp, options.decode_dp
+        router = Router(folder, "prefill", engines, *replicas, notes.add, options.images)
         stack.callback(router.close)
-        with clock.stage("start", "starting a prefill and a decode engine"):
+        engines_here = "an encoder, a prefill" if options.images else "a prefill"
+        with clock.stage("start", f"starting {engines_here} and a decode engine"):
             if options.attach is None:
                 router.wait_ready(LOAD, LOAD)
             else:
@@ -82,6 +85,8 @@ def run(options: DemoOptions, console: Console) -> int:
         with clock.stage("one engine", "the same in one undivided engine"):
             compared = _compare(router, options)
     verdicts = verdict(router, compared, options.verify)
+    if options.images:
+        verdicts["images"] = other_tokens(router)
     if trouble is not None:
         verdicts[trouble.kind.name] = trouble.verdict
     if options.json:
@@ -94,10 +99,17 @@ def run(options: DemoOptions, console: Console) -> int:
 
 
 def _prompts(options: DemoOptions, tokenizer: Tokenizer) -> list[Prompt]:
+    if options.images:
+        return image_prompts(_encoder(options), tokenizer)
     template = ChatTemplate(_checkpoints(options)[0]) if options.chat else None
     if options.prompt_file:
         return read_prompts(options.prompt_file, tokenizer, template)
     return default_chats(tokenizer, template) if template else default_prompts(options.page_size, tokenizer)
+
+
+def _encoder(options: DemoOptions) -> EncoderConfig:
+    """The encoder that prefill expects."""
+    return EncoderConfig(width=checkpoint.load_config(_checkpoints(options)[0], options.dtype).hidden)
 
 
 def _sampled(prompts: list[Prompt], options: DemoOptions) -> list[Prompt]:
@@ -137,7 +149,9 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
         cold=options.cold_draft == "zero",
     )
     asked = [(r.prompt.tokens, r.prompt.sampling) for r in served]
-    results = dict(zip(served, engine.generate_all(asked, options.max_new), strict=True))
+    encoder = Encoder(_encoder(options)) if options.images else None
+    seen = [encoder.rows(image.pixels for image in r.prompt.images) if encoder else None for r in served]
+    results = dict(zip(served, engine.generate_all(asked, options.max_new, seen), strict=True))
     found = []
     for request in router.requests:
         result, lag = results.get(request), None

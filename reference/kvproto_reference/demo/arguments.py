@@ -92,6 +92,9 @@ class DemoOptions:
     down: float | None = None
     overview: bool = False
     tiers: bool = False
+    images: bool = False
+    encoder_tp: int = 2
+    encoder_seed: int = 0
     picture: Path | None = None
 
     @property
@@ -191,6 +194,9 @@ def _add_prompts(add: Callable[..., object]) -> None:
     how = """how to sample all prompts, such as '{"temperature": 0.8, "top_p": 0.9, "stop": ["."]}'; also seed, top_k,
         repetition, presence, frequency, ignore_eos and logprobs (default: greedy, but one prompt)"""
     add("--sampling", type=_sampling, metavar="JSON", help=how)
+    add("--images", action="store_true", help="prompts with images, for which an encoder engine hands rows to prefill")
+    add("--encoder-tp", type=int, default=2, help="tensor-parallel ranks of the encoder, with --images (default 2)")
+    add("--encoder-seed", type=int, default=0, help="seed of its weights; prefill expects 0, and refuses any other")
     add("--max-new", type=int, default=48, help="tokens to generate for each prompt (default 48)")
     add("--speculate", type=int, default=4, help=SPECULATE)
 
@@ -241,10 +247,23 @@ def check(options: DemoOptions) -> None:
          "--tiers is of one engine: leave --attach, --kill, --drain, --sleep and --pause out"),
         (options.json and options.picture, "--picture is of what is printed for people: leave --json out"),
         *(_dp_attention(options) if options.dp_attention else ()),
+        *(_images(options) if options.images else ()),
     )  # fmt: skip
     for wrong, says in refused:
         if wrong:
             raise EngineError(says)
+
+
+def _images(options: DemoOptions) -> Iterable[tuple[object, str]]:
+    """What does not go together with --images, and why."""
+    yield (
+        options.tiers or options.real or options.chat or options.prompt_file,
+        "--images brings prompts of its own: leave --tiers, --real, --chat and --prompt-file out",
+    )
+    yield options.dtype != "float32", "--images compares tokens in 32 bits: leave --dtype out"
+    jax = any(getattr(options, f"{role}_framework") == "jax" for role in ("prefill", "decode"))
+    yield jax, "--images is torch's: leave --prefill-framework and --decode-framework jax out"
+    yield options.transport == "cuda", "--images moves rows in memory of the host: choose --transport shm or inline"
 
 
 def _dp_attention(options: DemoOptions) -> Iterable[tuple[object, str]]:
@@ -269,6 +288,7 @@ def _dp_attention(options: DemoOptions) -> Iterable[tuple[object, str]]:
 
 
 SIZES = (
-    "max_new", "page_size", "prefill_page_size", "decode_page_size", "prefill_dp", "decode_dp", "chunk"
+    "max_new", "page_size", "prefill_page_size", "decode_page_size", "prefill_dp", "decode_dp", "chunk",
+    "encoder_tp",
 )  # fmt: skip
 """Options that count something, and must be at least 1."""

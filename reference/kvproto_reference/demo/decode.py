@@ -36,6 +36,7 @@ from ..engine.description import (
     state_bytes,
     windows_of,
 )
+from ..engine.images import prompt_of
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefill import Prefiller
@@ -276,6 +277,12 @@ class DecodeProcess(EngineProcess):
         """Take the pages of a request for an older one; once there are some again, its rows are computed here."""
         job = self._of[sequence]
         self._free(sequence)
+        if sequence.images:
+            self._forget(sequence)
+            says = "its pages went to an older request, and the rows of its images are not here to compute it again"
+            self.tell("failed", id=job.id, error=says, code="BUSY")
+            self.tell("dropped", id=job.id, available=self._available)
+            return
         sequence.tables, sequence.hidden = [], None
         job.gave_way += 1
         self.tell("gave_way", id=job.id, tokens=len(sequence.generated))
@@ -295,7 +302,7 @@ class DecodeProcess(EngineProcess):
             return
         try:
             sequence = self.sequence(word)
-            job = Job(word["id"], read_ticket(word["ticket"]), Prompt(word["prompt"]), sequence)
+            job = Job(word["id"], read_ticket(word["ticket"]), prompt_of(word), sequence)
             self.check_room(sequence.rows())
         except (EngineError, KvprotoError) as error:
             self.tell("failed", id=word["id"], error=str(error), code=code_of(error))

@@ -106,6 +106,8 @@ class EngineOptions:
     """What computes attention in torch: one of KERNELS."""
     captured: bool = False
     """Whether decode's steps of one token are CUDA graphs."""
+    images: bool = False
+    """Whether an encoder engine in the folder makes rows of images, for prefill."""
     feed: bool = False
     """Whether `kvproto top` and `kvproto tail` may look on, at feed-NAME-REPLICA-RANK in the folder."""
     quiet: bool = False
@@ -275,6 +277,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         captured=vars(args).get("captured", False),
         costs=args.costs and load(args.costs),
         feed=args.feed,
+        images=vars(args).get("images", False),
         quiet=vars(args).get("quiet", False),
         intent=vars(args).get("intent", False),
         spans=vars(args).get("spans", False),
@@ -342,6 +345,10 @@ def _parser(role: str) -> argparse.ArgumentParser:
     add("--feed", action="store_true", help="open feeds for `kvproto top DIR/feed-*` and `kvproto tail`")
     add("--costs", type=Path, metavar="FILE", help="results of `kvproto probe`, which say what runs are long")
     add("--name", default=role, help=f"name of this engine (default {role})")
+    if role == "prefill":
+        add(
+            "--images", action="store_true", help="take prompts with images, whose rows come from kvproto-encode in DIR"
+        )
     if role == "decode":
         add("--source", default="prefill", metavar="NAME", help="name of the prefill engine (default prefill)")
         add("--intent", action="store_true", help="claim pages after prefill, not when a request arrives (INTENT)")
@@ -428,6 +435,10 @@ def _check(role: str, args: argparse.Namespace) -> None:
          "--devices needs --transport cuda or nixl: shm and inline move memory of the host"),
         (not 0 <= args.replica <= REPLICAS - args.dp,
          f"--replica must be 0 to {REPLICAS - args.dp}, not {args.replica}"),
+        (jax and vars(args).get("images"), "--images is torch's: choose --framework torch"),
+        (vars(args).get("images") and kept, "--host-pages finds pages by tokens, not by images: leave one of them out"),
+        (vars(args).get("images") and gpus,
+         "--images takes rows in memory of the host: choose --transport shm or inline, without --devices"),
         (jax and args.dp > 1, "--dp is torch's: --framework jax has the experts of one replica"),
         (args.dp > 1 and captured, "--captured is of ranks alone: experts of other replicas are in no CUDA graph"),
         (role == "decode" and args.cp > 1, "--cp is prefill's; ranks of decode deal tokens by --dcp"),

@@ -7,13 +7,14 @@ from typing import Any
 import attrs
 import torch
 
-from kvproto import Prompt, Request, Source, read_ticket
+from kvproto import Request, Source, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
 from kvproto.events import Event, Expired, Freed, Refused, Sent, Undelivered
 
 from ..cache.windows import first_row
 from ..engine import logprobs
 from ..engine.description import FIRST, HIDDEN, hidden_bytes, windows_of
+from ..engine.images import expected, prompt_of
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefill import Prefiller
@@ -22,6 +23,7 @@ from ..engine.world import World
 from ..errors import EngineError, code_of
 from .options import EngineOptions, parse, rank_address
 from .rank import EngineProcess
+from .rows import ImageRows
 
 
 @attrs.define(eq=False)
@@ -54,6 +56,8 @@ class PrefillProcess(EngineProcess):
         if self.kept is not None:
             for rank, tiers in self.kept.tiers.items():
                 self.sources[rank].tell(tiers)
+        self.rows = ImageRows(options, world) if options.images else None
+        self._greeted = False
         self._prefiller = Prefiller(self.target, self.draft, options.chunk, self._on_layer)
         self._queue: deque[Job] = deque()
         """Prompts that wait for pages."""
@@ -88,17 +92,56 @@ class PrefillProcess(EngineProcess):
         return super().words(rank, event)
 
     def on_hello(self, rank: int, word: dict[str, Any]) -> None:
-        """The router greets: this engine is ready."""
-        self.tell("ready")
+        """The router greets: say when this engine is ready."""
+        self._greeted = True
+        self._tell_ready()
+
+    def _tell_ready(self) -> None:
+        """Tell the router, once an encoder answers where there is to be one."""
+        if self._greeted and (self.rows is None or self.rows.ready):
+            self.tell("ready")
+
+    def on_sources(self, rank: int, word: dict[str, Any]) -> None:
+        """The encoder answers a rank, or does not any more."""
+        assert self.rows is not None
+        self.rows.answers(rank, word["replicas"])
+        self._tell_ready()
+
+    def on_misfit(self, rank: int, word: dict[str, Any]) -> None:
+        """The encoder is not the one that this model was made with: end."""
+        self.tell("fatal", error=word["error"])
+        if 0 in self.pools:
+            print(f"error: {word['error']}", file=sys.stderr, flush=True)
+        self.status = 1
+
+    def on_rows(self, rank: int, word: dict[str, Any]) -> None:
+        """A rank has the rows of a prompt's images, or has lost them; once all have, it can be computed."""
+        assert self.rows is not None
+        if (ended := self.rows.arrived(rank, word)) is None or (job := self._jobs.get(word["id"])) is None:
+            return
+        job.sequence.seen, lost = ended
+        if lost is not None:
+            self.tell("refused", id=job.id, error=f"rows of its images: {lost['error']}", code=lost["code"])
+            for request in job.requests.values():
+                request.fail(lost["error"])
+
+    def on_rows_free(self, rank: int, word: dict[str, Any]) -> None:
+        """The pages of lost rows are free on a rank."""
+        assert self.rows is not None
+        self.rows.freed(rank, word)
 
     def on_prefill(self, rank: int, word: dict[str, Any]) -> None:
         """Take a request of the router, or tell it why not."""
         requests: dict[int, Request] = {}
         try:
-            prompt, ticket = Prompt(word["prompt"]), read_ticket(word["ticket"])
+            prompt, ticket = prompt_of(word), read_ticket(word["ticket"])
             requests |= {r: source.request(ticket, prompt) for r, source in self.sources.items()}
             self.check_room(len(prompt))
             sequence = self.sequence(word)
+            if prompt.salts:
+                if self.rows is None:
+                    raise EngineError("this prefill has no encoder for images: start it with --images")
+                self.rows.add(word["id"], read_ticket(word["rows"]), expected(prompt))
         except (KvprotoError, EngineError) as error:
             for request in requests.values():
                 request.fail(str(error))
@@ -113,15 +156,20 @@ class PrefillProcess(EngineProcess):
 
     def on_drop(self, rank: int, word: dict[str, Any]) -> None:
         """The router has given the request up here: fail it."""
+        if self.rows is not None:
+            self.rows.drop(word["id"])
         if (job := self._jobs.get(word["id"])) is not None:
             for request in job.requests.values():
                 request.fail("dropped by the router")
 
     def advance(self) -> None:
         """Admit the prompts there are pages for, and compute one step of those under way."""
+        if self.rows is not None:
+            self.said += self.rows.begin()
         while self._queue and (done := self._take_pages(self._queue[0])) is not None:
             self._prefiller.add(self._queue.popleft().sequence, done)
         for sequence in self._prefiller.step():
+            sequence.seen = None
             job, handed = self._of[sequence], {"token": sequence.generated[0].to_bytes(4, "little")}
             if sequence.hidden is not None and not self.options.cold_draft:
                 handed[HIDDEN] = hidden_bytes(sequence.hidden)
@@ -140,6 +188,8 @@ class PrefillProcess(EngineProcess):
     def _take_pages(self, job: Job) -> int | None:
         """Give a prompt pages in each pool; returns how many of its tokens they hold, None while too few are free."""
         sequence = job.sequence
+        if self.rows is not None and self.rows.pending(job.id):
+            return None
         if self.kept is not None:
             if (taken := self.kept.allocate(job.id, len(sequence.prompt))) is None:
                 return None

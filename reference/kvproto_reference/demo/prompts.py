@@ -4,11 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
+import numpy as np
 
 from ..chat import ChatTemplate
 from ..data import documents, load_text, paragraphs
+from ..engine.images import Image
 from ..engine.sampling import SamplingParams
+from ..engine.sequence import IMAGE
 from ..errors import EngineError
+from ..models.encoder import EncoderConfig
 from ..tokenizer import Tokenizer
 
 
@@ -21,6 +25,8 @@ class Prompt:
     sampling: SamplingParams = attrs.field(factory=SamplingParams)
     said: str = ""
     """What a user said, where a chat template made the prompt from it."""
+    images: tuple[Image, ...] = ()
+    """What its IMAGE tokens show, in turn."""
 
 
 CHATS = (
@@ -58,6 +64,32 @@ def default_prompts(page_size: int, tokenizer: Tokenizer) -> list[Prompt]:
         ),
         Prompt(name="a whole document", tokens=tokenizer.encode(document.encode())),
     ]
+
+
+def image_prompts(config: EncoderConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    """Prompts with images: two that differ in nothing but the image, one with two images, and one without any."""
+    red, blue, small = _disc((200, 40, 40), 6, 8), _disc((40, 40, 200), 6, 8), _disc((40, 160, 40), 3, 5)
+
+    def prompt(name: str, *images: Image) -> Prompt:
+        tokens = tokenizer.encode(b"Alice was beginning to get very tired of sitting by her sister: ")
+        for image in images:
+            tokens += [IMAGE] * config.rows(*image.pixels.shape[:2]) + tokenizer.encode(b" and so ")
+        return Prompt(name=name, tokens=tokens, images=images)
+
+    return [
+        prompt("a red disc", red),
+        prompt("a blue disc", blue),
+        prompt("small, then red", small, red),
+        prompt("no image"),
+    ]
+
+
+def _disc(colour: tuple[int, int, int], tall: int, wide: int) -> Image:
+    """A disc on a pale ground, of so many patches of 8 pixels."""
+    height, width = 8 * tall, 8 * wide
+    y, x = np.mgrid[:height, :width]
+    inside = (y - height / 2) ** 2 + (x - width / 2) ** 2 < (height / 3) ** 2
+    return Image(np.where(inside[..., None], colour, (230, 225, 210)).astype(np.uint8))
 
 
 def default_chats(tokenizer: Tokenizer, template: ChatTemplate) -> list[Prompt]:

@@ -19,6 +19,7 @@ from ..cache.memory import device_of
 from ..cache.windows import needed
 from ..engine.build import Hosted, torch_hosted
 from ..engine.description import DRAFT, TARGET, WINDOW, geometry, page_tables, windows_of
+from ..engine.images import prompt_of
 from ..engine.kept_pages import KeptPages, names_of
 from ..engine.lockstep import Lockstep, Said
 from ..engine.sampling import SamplingParams
@@ -27,6 +28,7 @@ from ..engine.world import World
 from ..errors import EngineError
 from .control import Control
 from .options import EngineOptions
+from .rows import ImageRows
 
 
 class EngineProcess:
@@ -100,6 +102,8 @@ class EngineProcess:
                 self.target.states,
             )
             self._elsewhere = None  # the pool stays where it is
+        self.rows: ImageRows | None = None
+        """What fetches rows of images, on a prefill with an encoder."""
         self._lockstep = Lockstep(world)
         self._control: Control | None = None
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -147,6 +151,8 @@ class EngineProcess:
         finally:
             for door in self.doors.values():
                 door.close("stopped" if self.status == 0 else "ended by an error")
+            if self.rows is not None:
+                self.rows.close("stopped" if self.status == 0 else "ended by an error")
             if self.kept is not None:
                 self.kept.close(self.status == 0)
             self._part(self.status == 0)
@@ -189,6 +195,8 @@ class EngineProcess:
         if busy and self._world.replicas == 1:  # as all ranks know
             return True
         fds, say = [self._bell, *(door.fileno() for door in self.doors.values())], busy or bool(self.said)
+        if self.rows is not None:
+            fds += [sink.fileno() for sink in self.rows.sinks.values()]
         if self._control is not None:
             fds.append(self._control.fileno())
             say = say or self._control.pending
@@ -202,12 +210,15 @@ class EngineProcess:
         said, self.said = self.said, []
         for rank, door in self.doors.items():
             said += [{**word, "rank": rank} for event in door.events() for word in self.words(rank, event)]
+        said += self.rows.hear() if self.rows is not None else []
         return said + (self._control.receive() if self._control is not None else [])
 
     def on_time(self) -> None:
         """Do what is due by the clock."""
         if self.kept is not None:
             self.said += self.kept.turn()
+        if self.rows is not None:
+            self.said += self.rows.lines.turn()
         if not self.draining:
             return
         drained = {rank for rank, door in self.doors.items() if door.drained}
@@ -218,7 +229,9 @@ class EngineProcess:
 
     def next_timer(self) -> float | None:
         """When `on_time` has something to do, by time.monotonic; None: nothing is planned."""
-        timers = self._drain_until, self.kept.next_timer() if self.kept is not None else None
+        timers = [self._drain_until]
+        timers += [self.kept.next_timer()] if self.kept is not None else []
+        timers += [self.rows.lines.next_timer()] if self.rows is not None else []
         return min((at for at in timers if at is not None), default=None)
 
     @property
@@ -338,8 +351,15 @@ class EngineProcess:
             raise EngineError(
                 f"the request asks for logprobs {sampling.logprobs}, the engine has {has}: --max-logprobs"
             )
+        images = prompt_of(word).salts
+        if images and self.kept is not None:
+            raise EngineError("pages on the host are found by tokens, not by images: leave --host-pages out")
         return TokenSequence(
-            prompt=word["prompt"], max_new=word["max_new"], sampling=sampling, tokenizer=self.tokenizer
+            prompt=word["prompt"],
+            max_new=word["max_new"],
+            sampling=sampling,
+            tokenizer=self.tokenizer,
+            images=images,
         )
 
     def need(self, tokens: int) -> tuple[int, ...]:

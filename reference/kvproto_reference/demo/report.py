@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from itertools import combinations
 from typing import Any
 
 import attrs
@@ -109,6 +110,13 @@ def verdict(router: Router, compared: list[Compared], verify: bool) -> dict[str,
     } | ({"logprobs": all(c.same_logprobs for c in served)} if any(c.logprobs for c in served) else {})
 
 
+def other_tokens(router: Router) -> bool:
+    """Whether some prompts differ in nothing but their images, and any two of these were answered differently."""
+    some = [r for r in router.requests if r.prompt.images and r.error is None]
+    alike = [(a, b) for a, b in combinations(some, 2) if a.prompt.tokens == b.prompt.tokens]
+    return bool(alike) and all(a.tokens != b.tokens for a, b in alike)
+
+
 def as_json(
     router: Router, compared: list[Compared], verdicts: dict[str, bool], tokenizer: Tokenizer, notes: Notes
 ) -> dict[str, Any]:
@@ -134,6 +142,7 @@ def as_json(
         "plan": router.plan,
         "matrix": moved,
         "left": _left(router),
+        "rows": [{"source": s, "sink": d, "rows": n, "bytes": b} for (s, d), (n, b) in _rows(router).items()],
         "requests": rows,
         "notes": notes.told,
         "verdicts": verdicts,
@@ -147,6 +156,10 @@ WORDS = {
     "kill": {True: "[green]what was lost was asked again", False: "[red]nothing was under way, or nothing was lost"},
     "drain": {True: "[green]nothing was lost, and it ended well", False: "[red]something was lost"},
     "sleep": {True: "[green]what was lost had its memory moved", False: "[red]something was lost"},
+    "images": {
+        True: "[green]another image, other tokens",
+        False: "[red]another image, THE SAME TOKENS: if one engine has them too, raise --max-new",
+    },
     "pause": {True: "[green]nothing was lost", False: "[red]nothing was under way, or something was lost"},
 }
 """How to print a verdict, by its name; those not listed here say whether both sides agree."""
@@ -155,6 +168,8 @@ WORDS = {
 def show(console: Console, router: Router, compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> None:
     """Print the results as tables."""
     console.print(_routes(router))
+    if rows := _rows(router):
+        console.print(_encoded(rows))
     console.print(f"required responses: {_required(router)}", highlight=False)
     stored = ", ".join(
         f"{name} {dealt:,.0f}" + (f" ({whole:,.0f} without DCP)" if dealt != whole else "")
@@ -198,6 +213,24 @@ def matrix(router: Router) -> dict[tuple[Place, Place, str], int]:
             for group, count in word["bytes"].items():
                 found[(here, word["source"]), (there, word["sink"]), group] += count
     return found
+
+
+def _rows(router: Router) -> dict[tuple[int, int], tuple[int, int]]:
+    """Rows of images, and their bytes, by encoder rank and rank of prefill."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for word in (word for request in router.requests for word in request.rows):
+        rows, count = found.get((word["source"], word["sink"]), (0, 0))
+        found[word["source"], word["sink"]] = rows + word["rows"], count + word["bytes"]
+    return dict(sorted(found.items()))
+
+
+def _encoded(rows: dict[tuple[int, int], tuple[int, int]]) -> Table:
+    table = Table(title="rows of images, by rank", title_justify="left")
+    for name in ("from -> to", "rows", "bytes"):
+        table.add_column(name, justify="left" if name == "from -> to" else "right")
+    for (source, sink), (count, size) in rows.items():
+        table.add_row(f"E{source} -> P{sink}", f"{count:,}", f"{size:,}")
+    return table
 
 
 def _required(router: Router) -> str:

@@ -25,6 +25,8 @@ LOAD = 900.0
 """Seconds that an engine may take to answer if it was just started and has to load its models."""
 _TURN = 50
 """The most milliseconds that one turn waits."""
+ENCODER = "encoder-0"
+"""The engine that encodes images, if there is one."""
 TRIES = 5
 """The most tickets that one request gets."""
 AGAIN = {
@@ -53,6 +55,8 @@ class Request:
     """Of each token, as `engine.logprobs` has them, if the prompt's sampling asks for them."""
     arrived: list[dict[str, Any]] | None = None
     """For each decode rank: seconds, bytes by source rank, checksums by source rank and group."""
+    rows: list[dict[str, Any]] = attrs.Factory(list)
+    """The "rows" words, one for each encoder rank and each rank of prefill that it sent rows of images."""
     sent: list[dict[str, Any]] = attrs.Factory(list)
     """The "sent" words, one for each pair of ranks that copied."""
     freed: bool = False
@@ -116,13 +120,15 @@ class Router:
         prefill: int = 1,
         decode: int = 1,
         note: Callable[[str], None] = lambda text: None,
+        encoder: bool = False,
     ) -> None:
         """Connect to the engines in `folder`; `note` is called with a sentence when one comes, goes or loses something.
 
-        `prefill` and `decode` are the numbers of replicas.
+        `prefill` and `decode` are the numbers of replicas; `encoder` says whether there is one for images.
         """
         self._replicas = {"prefill": prefill, "decode": decode}
         names = [f"{role}-{replica}" for role, count in self._replicas.items() for replica in range(count)]
+        names += [ENCODER] if encoder else []
         self._engines = {name: _Engine(Line(folder, name)) for name in names}
         self._poller = zmq.Poller()
         for engine in self._engines.values():
@@ -229,11 +235,23 @@ class Router:
                     "max_new": request.max_new, "sampling": attrs.asdict(prompt.sampling)}  # fmt: skip
             if request.lost:
                 self._note(f"{prompt.name!r} is asked again, with a new ticket")
+            rows = self._encode(request) if prompt.images else {}
             for name, op in zip(pair, ("prefill", "decode"), strict=True):
-                self._engines[name].line.send(op, **body)
+                self._engines[name].line.send(op, **body, **rows)
+                rows.pop("rows", None)  # decode fetches none
+
+    def _encode(self, request: Request) -> dict[str, Any]:
+        """Show a request's images to the encoder; returns their digests, and prefill's ticket for what it makes."""
+        prompt, ticket = request.prompt, write_ticket(new_ticket("encoder", deadline=DEADLINE))
+        images = [image.to_word() for image in prompt.images]
+        word = {"id": request.id, "ticket": ticket, "prompt": prompt.tokens, "images": images}
+        self._engines[ENCODER].line.send("encode", **word)
+        return {"images": [image.digest.hex() for image in prompt.images], "rows": ticket}
 
     def _pair(self, turn: int) -> tuple[str, str] | None:
         """A prefill and a decode engine that take requests and are connected; turn by turn, another pair is first."""
+        if not all(engine.takes for name, engine in self._engines.items() if name == ENCODER):
+            return None
         again = turn // math.lcm(*self._replicas.values())  # how often the pairs would have been the same before
         first = {"prefill": turn, "decode": turn + again}
         prefills, decodes = ([(first[role] + i) % n for i in range(n)] for role, n in self._replicas.items())
@@ -299,6 +317,9 @@ class Router:
             case "sent":
                 request.sent.append(word)
                 return False
+            case "rows":
+                request.rows.append(word)
+                return False
             case "freed":
                 request.freed = True
                 return False
@@ -330,7 +351,7 @@ class Router:
             setattr(request, field.name, getattr(kept, field.name))
 
     def _drop(self, request: Request) -> None:
-        for name in request.engines:
+        for name in (*request.engines, *([ENCODER] if request.prompt.images else ())):
             self._engines[name].line.send("drop", id=request.id)
 
     def _listen(self, patience: int = _TURN) -> list[tuple[str, dict[str, Any]]]:
@@ -338,16 +359,15 @@ class Router:
         return [(name, word) for name, engine in self._engines.items() for word in engine.line.receive()]
 
     def stop(self) -> None:
-        """Stop all engines: decode first, since it would take prefill's Goodbye for a failure."""
-        running = {name for name, engine in self._engines.items() if name.startswith("decode") and engine.there}
-        for name in running:
-            self._engines[name].line.send("stop")
-        until = time.monotonic() + 5
-        while running and time.monotonic() < until:
-            running -= {name for name, word in self._listen() if word["op"] in ("stopped", "lost")}
-        for name, engine in self._engines.items():
-            if name.startswith("prefill"):
+        """Stop all engines: those that fetch first, since they would take the Goodbye of a source for a failure."""
+        until, running = time.monotonic() + 5, set[str]()
+        for role in ("decode", "prefill", *(["encoder"] if ENCODER in self._engines else [])):
+            while running and time.monotonic() < until:
+                running -= {name for name, word in self._listen() if word["op"] in ("stopped", "lost")}
+            some = {name: engine for name, engine in self._engines.items() if name.startswith(role)}
+            for engine in some.values():
                 engine.line.send("stop")
+            running = {name for name, engine in some.items() if engine.there}
 
     def close(self) -> None:
         """Close the lines."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ..errors import EngineError
-from . import decode, prefill
+from . import decode, encode, prefill
 from .arguments import DemoOptions
 from .engines import Engines
 from .network import free_address, key_folders, namespaces
@@ -62,6 +62,11 @@ def start(
         shared += ["--prefill", address]
         here += ["--keys", str(prefill_keys)]
         there += ["--keys", str(decode_keys), "--source-key", str(prefill_keys / "public.key")]
+    if options.images:
+        here += ["--images"]
+        own = ["--tp", str(options.encoder_tp), "--target", options.target, "--seed", str(options.encoder_seed)]
+        own += [] if options.verify else ["--no-verify"]
+        engines.start("encoder-0", encode.main, ["--dir", str(folder), "--transport", options.transport, *own])
     for role, main, own, replicas in (
         ("prefill", prefill.main, here, options.prefill_dp),
         ("decode", decode.main, there, options.decode_dp),

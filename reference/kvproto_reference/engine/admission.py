@@ -43,8 +43,11 @@ class Admission:
         self.waiting.append(sequence)
 
     def step(self, sequence: TokenSequence) -> tuple[int, ...]:
-        """Pages of each pool that a request needs for its next step, or for its first one."""
-        return self.need(sequence.rows(self.proposed))
+        """Pages of each pool that a request needs for its next step, or for its first one.
+
+        One with images has all of its pages from the beginning, as decode could not compute it again.
+        """
+        return self.need(sequence.rows(None if sequence.images else self.proposed))
 
     @property
     def spare(self) -> list[int]:
@@ -77,8 +80,9 @@ class Admission:
                     break
                 youngest = self.running[-1]
                 give_way(youngest)
-                self.running.remove(youngest)
-                insort(self.waiting, youngest, key=self._came.__getitem__)
+                if youngest in self.running:  # else its engine has forgotten it
+                    self.running.remove(youngest)
+                    insort(self.waiting, youngest, key=self._came.__getitem__)
 
     def forget(self, sequence: TokenSequence) -> None:
         """Forget a request that is over, wherever it is."""

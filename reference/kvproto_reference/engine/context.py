@@ -20,7 +20,7 @@ from ..cache import KVPool, Shard
 from ..cache.sharding import Ints
 from ..gather import gather
 from ..models import Attention, Model, Rows, Taps
-from .runner import Chunk, Computed, TorchLogits, TorchModel, assemble
+from .runner import Chunk, Computed, TorchLogits, TorchModel, assemble, seen_in
 
 __all__ = ["ContextRunner"]
 
@@ -84,7 +84,8 @@ class ContextRunner(TorchModel):
             )
             self._attention.begin(batch, mine, owners)
             taps = Taps(self._taps) if self._taps else None
-            logits = self.model.forward(ids, positions, self._attention, computed, said, taps)
+            seen = seen_in(chunks, own)
+            logits = self.model.forward(ids, positions, self._attention, computed, said, taps, seen)
             hidden = self._gather(taps.hidden, owners) if taps else None
             return TorchLogits(self._gather(logits, owners[wanted]), hidden=hidden)
 

@@ -25,7 +25,8 @@ WINDOW, STATES = "target window", {CONV: "target conv", SSM: "target ssm"}
 HIDDEN = "hidden"
 """The part of the last group that a head goes on from."""
 
-_DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
+DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
+"""Element types by their names in torch."""
 
 
 @attrs.frozen(kw_only=True)
@@ -185,7 +186,7 @@ def hidden_of(configs: Sequence[ModelConfig]) -> int:
 def hidden_type(configs: Sequence[ModelConfig]) -> tuple[DType, int]:
     """Their element type, and their bytes."""
     dtype = configs[0].dtype
-    return _DTYPES[dtype], hidden_of(configs) * getattr(torch, dtype).itemsize
+    return DTYPES[dtype], hidden_of(configs) * getattr(torch, dtype).itemsize
 
 
 def hidden_bytes(hidden: Tensor) -> bytes:
@@ -216,7 +217,7 @@ def _states(config: ModelConfig, layout: Layout) -> list[Cache]:
         return Block(heads * dim, dim, tuple((rank[which].start * dim, rank[which].stop * dim) for rank in ranks))
 
     keys, values = (block(sizes.key_heads, sizes.key_dim, 0), block(sizes.value_heads, sizes.value_dim, 1))
-    dtype = _DTYPES[config.dtype]
+    dtype = DTYPES[config.dtype]
     conv: dict[str, Any] = {
         "parts": {CONV: (dtype, 2 * keys.lanes + values.lanes, getattr(torch, config.dtype).itemsize)},
         "rows": sizes.kernel - 1,
@@ -231,7 +232,7 @@ def _states(config: ModelConfig, layout: Layout) -> list[Cache]:
 
 def cache(model: int, config: ModelConfig, layout: Layout, page_size: int, name: str | None = None) -> Cache:
     """The rows of the target (0) or the draft (1): of layers that attend to all tokens, or those of group WINDOW."""
-    windowed, name, dtype = name == WINDOW, name or (TARGET, DRAFT)[model], _DTYPES[config.dtype]
+    windowed, name, dtype = name == WINDOW, name or (TARGET, DRAFT)[model], DTYPES[config.dtype]
     layers = config.row_layers(windowed)
     size = layout.shares(model)
     ranks = [layout.place(model, TensorParallel(rank, size)) for rank in range(size)]

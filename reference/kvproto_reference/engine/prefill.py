@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import EngineError
 from .runner import Chunk, Computed, Logits, Runner
 from .sampling import Scores, penalized, sample
-from .sequence import TokenSequence
+from .sequence import IMAGE, TokenSequence
 
 
 class OnLayer(Protocol):
@@ -88,7 +88,11 @@ class Prefiller:
         """A piece as the target runs it."""
         window = sequence.tables[-1] if self.target.windowed else ()
         unread = not self._draws(sequence, stop)
-        return Chunk(sequence.text(start, stop), start, sequence.tables[0], unread=unread, window=window)
+        seen = None
+        if sequence.seen is not None:
+            before, until = (sequence.prompt[:end].count(IMAGE) for end in (start, stop))
+            seen = sequence.seen[before:until]
+        return Chunk(sequence.text(start, stop), start, sequence.tables[0], unread=unread, window=window, seen=seen)
 
     def _follow(self, draft: Runner, some: Sequence[Piece], hidden: Tensor | None = None) -> None:
         """Run the pieces through the draft, whose rows run ahead by as many tokens as it says."""

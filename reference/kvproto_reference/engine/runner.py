@@ -15,6 +15,7 @@ from ..cache import KVPool, Shard
 from ..cache.states import StateRecord
 from ..errors import EngineError
 from ..models import Cached, Head, Model, Pipeline, Taps
+from .sequence import IMAGE
 
 Computed = Callable[[int], None]
 """Called with each layer once its rows of a step are written, on a GPU in stream order."""
@@ -41,6 +42,8 @@ class Chunk:
     """The target's hidden states at these positions [tokens, taps * width]."""
     made: Tensor | None = None
     """In their place, a head's output of the positions before [tokens, hidden]."""
+    seen: Tensor | None = None
+    """Rows of images [IMAGE tokens, hidden], which the target reads in place of the embeddings of its IMAGE tokens."""
 
     @property
     def stop(self) -> int:
@@ -210,7 +213,7 @@ class TorchRunner(TorchModel):
         with torch.no_grad():
             ids, positions, rows = _begun(self.attention, chunks, self._shard)
             taps = Taps(self._taps) if self._taps else None
-            logits = self.model.forward(ids, positions, self.attention, computed, rows, taps)
+            logits = self.model.forward(ids, positions, self.attention, computed, rows, taps, seen_in(chunks))
             self.attention.end()
             return TorchLogits(logits, self.attention.check, taps.hidden if taps else None)
 
@@ -264,6 +267,25 @@ class Elsewhere(Runner):
 
     def clear(self, pages: Sequence[int]) -> None:
         """Nothing to do: the rows are on other ranks."""
+
+
+def seen_in(chunks: Sequence[Chunk], own: npt.NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor] | None:
+    """Which tokens of a step stand for rows of images [n], and these rows [n, hidden]; None if none does.
+
+    With `own`, the ascending tokens of the step that this rank computes, those are counted and no others.
+    """
+    places, at = [], 0
+    for chunk in chunks:
+        if chunk.seen is not None:
+            places.append(at + np.flatnonzero(np.array(chunk.tokens) == IMAGE))
+        at += len(chunk.tokens)
+    if not places:
+        return None
+    place, rows = torch.from_numpy(np.concatenate(places)), torch.cat([c.seen for c in chunks if c.seen is not None])
+    if own is not None:
+        mine = torch.isin(place, torch.from_numpy(own))
+        place, rows = torch.searchsorted(torch.from_numpy(own), place[mine]), rows[mine]
+    return place, rows
 
 
 def assemble(

@@ -11,6 +11,9 @@ from . import logprobs
 from .logprobs import LogProbs
 from .sampling import SamplingParams, Scores
 
+IMAGE = 0
+"""The token in whose place a row of an image stands, in a prompt that has images."""
+
 
 @attrs.define(kw_only=True)
 class SpeculationStats:
@@ -48,6 +51,10 @@ class TokenSequence:
     stats: SpeculationStats = attrs.field(factory=SpeculationStats)
     hidden: Tensor | None = None
     """For a head: the target's hidden states at the last positions [n, taps * width] whose rows it lacks."""
+    images: Sequence[bytes] = ()
+    """The digests of the images that the prompt shows."""
+    seen: Tensor | None = None
+    """What an encoder made of them [IMAGE tokens, width], for the rank that embeds tokens, until the prompt is over."""
     logprobs: list[LogProbs] = attrs.field(factory=list)
     """Of each generated token, if `sampling.logprobs` asks for them."""
     stopped: bool = False

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import attrs
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvproto import lay_out
 
@@ -99,12 +101,20 @@ class Undivided:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, bytes) else prompt
         return self.generate_all([(ids, sampling or SamplingParams())], max_new)[0]
 
-    def generate_all(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]], max_new: int) -> list[Result]:
-        """Continue many prompts as one batch, by at most `max_new` tokens each."""
+    def generate_all(
+        self,
+        prompts: Sequence[tuple[Sequence[int], SamplingParams]],
+        max_new: int,
+        seen: Sequence[Tensor | None] = (),
+    ) -> list[Result]:
+        """Continue many prompts as one batch, by at most `max_new` tokens each.
+
+        `seen` are the rows of each prompt's images, as `TokenSequence` has them.
+        """
         some: list[TokenSequence] = []
         try:
-            for ids, sampling in prompts:
-                some.append(self.add(ids, sampling, max_new))
+            for (ids, sampling), rows in zip_longest(prompts, seen):
+                some.append(self.add(ids, sampling, max_new, rows))
             while not all(sequence.finished for sequence in some):
                 self.step()
         finally:
@@ -112,9 +122,14 @@ class Undivided:
                 self._end(sequence)
         return [Result(tokens=s.generated, stats=s.stats, logprobs=s.logprobs, tokenizer=self.tokenizer) for s in some]
 
-    def add(self, prompt: Sequence[int], sampling: SamplingParams, max_new: int) -> TokenSequence:
+    def add(
+        self, prompt: Sequence[int], sampling: SamplingParams, max_new: int, seen: Tensor | None = None
+    ) -> TokenSequence:
         """Begin with a prompt, whose sequence later steps complete; raises OutOfPages if too few pages are free."""
-        sequence = TokenSequence(prompt=list(prompt), max_new=max_new, sampling=sampling, tokenizer=self.tokenizer)
+        tokenizer = self.tokenizer
+        sequence = TokenSequence(
+            prompt=list(prompt), max_new=max_new, sampling=sampling, tokenizer=tokenizer, seen=seen
+        )
         counts = [self.pages_of(len(sequence.prompt), max_new)] * len(self._pages)
         if self._window:
             counts[-1] = min(self._window, counts[0])

@@ -108,11 +108,13 @@ class Model(Cached, Protocol):
         computed: Callable[[int], None] | None = None,
         wanted: Tensor | None = None,
         taps: Taps | None = None,
+        seen: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Float32 logits [n, vocab] of tokens [n] int64 at positions [n] int64.
 
         `computed` is called with each layer once its rows are written, on a GPU in stream order. `wanted` [m] names the
-        tokens whose logits are; all by default. `taps` collect hidden states of all tokens.
+        tokens whose logits are; all by default. `taps` collect hidden states of all tokens. `seen` are tokens [k], and
+        what the model reads in place of their embeddings [k, hidden].
         """
         ...
 

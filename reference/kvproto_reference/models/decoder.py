@@ -90,11 +90,13 @@ class Decoder(Stepping):
         computed: Callable[[int], None] | None = None,
         wanted: Tensor | None = None,
         taps: Taps | None = None,
+        seen: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Float32 logits [..., n, vocab] of tokens [..., n] int64 at positions [n] int64.
 
         `computed` is called with each layer once its rows are written, on a GPU in stream order. `wanted` [m] names the
-        tokens whose logits are; all by default. `taps` collect hidden states of all tokens.
+        tokens whose logits are; all by default. `taps` collect hidden states of all tokens. `seen` are tokens [k], and
+        what the model reads in place of their embeddings [k, hidden].
         """
         config, stages = self.config, self.stages
         if self.tp.experts is not None:
@@ -102,6 +104,9 @@ class Decoder(Stepping):
         table = self.ops.table(positions, self.rates, config.rope_gain, config.rope_pairs)
         if stages.first and self.embed is not None:
             x = F.embedding(tokens, self.embed)
+            if seen is not None:
+                place, rows = (each.to(x.device) for each in seen)
+                x = x.index_copy(0, place, rows.to(x.dtype))
         else:
             shape, dtype = (*tokens.shape, config.hidden), getattr(torch, config.dtype)
             x = torch.empty(shape, dtype=dtype, device=tokens.device)
