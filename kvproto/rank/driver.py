@@ -64,7 +64,7 @@ class Driver:
         self._later: deque[Callable[[], object]] = deque()
         self._epoll = select.epoll()
         self._watched: Mapping[int, object] = {}
-        """What the node's `filenos` returned last."""
+        """The last answer of the node's `filenos`."""
         self._ready: list[int] | None = None
         """Descriptors that were readable at the last poll, until a turn has seen them; None if there was no poll."""
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
