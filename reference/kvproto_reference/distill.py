@@ -132,7 +132,7 @@ class Writer:
 
 
 def docstrings() -> Iterator[str]:
-    """Those of the standard library, each once."""
+    """Yield the docstrings of the standard library, each once."""
     seen: set[str] = set()
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if {"site-packages", "dist-packages", "test", "tests", "idlelib"} & {*path.parts}:

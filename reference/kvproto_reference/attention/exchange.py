@@ -85,7 +85,7 @@ class AllToAll(_Group):
 
 
 ON_CUDA = {"a2a_packed": "PackedAllToAll", "peer": "PeerMapped"}
-"""Those of `cuda_exchange`, by NCCL and by mapped memory, for ranks with a GPU each and elements of 16 bits."""
+"""Exchanges of `cuda_exchange`, by NCCL and by mapped memory, for ranks with a GPU each and elements of 16 bits."""
 EXCHANGES = ("ag_rs", "a2a", *ON_CUDA)
 """All exchanges by name; the first two are over any process group."""
 

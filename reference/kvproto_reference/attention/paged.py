@@ -37,7 +37,7 @@ class PagedAttention(Attention):
         self._kernel.plan(batch)
 
     def repeats(self, batch: Batch) -> Hashable | None:
-        """What captured steps have in common, as `Kernel.repeats` says."""
+        """The key that captured steps share, as in `Kernel.repeats`."""
         return self._kernel.repeats(batch)
 
     @property

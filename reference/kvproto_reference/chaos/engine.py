@@ -1,4 +1,4 @@
-"""What both engines of chaos have in common: a process with a door, a pipe to the harness, and a checked end."""
+"""Shared parts of both engines of chaos: a process with a door, a pipe to the harness, and a checked end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one seed does, as a pure function of its number, so that `--show` prints what a run will do."""
+"""The plan of one seed, as a pure function of its number, so that `--show` prints what a run will do."""
 
 from __future__ import annotations
 

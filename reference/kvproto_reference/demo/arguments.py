@@ -248,7 +248,7 @@ def check(options: DemoOptions) -> None:
 
 
 def _dp_attention(options: DemoOptions) -> Iterable[tuple[object, str]]:
-    """What does not go together with --dp-attention, and why."""
+    """Options that --dp-attention excludes, with the reasons."""
     yield (
         options.attach is not None,
         "--dp-attention is for engines that the demo starts: leave it out, and start yours with --dp",

@@ -20,7 +20,7 @@ class Prompt:
     tokens: list[int] = attrs.field(repr=False)
     sampling: SamplingParams = attrs.field(factory=SamplingParams)
     said: str = ""
-    """What a user said, where a chat template made the prompt from it."""
+    """The user's words, if a chat template made the prompt from them."""
 
 
 CHATS = (

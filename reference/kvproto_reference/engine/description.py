@@ -1,4 +1,4 @@
-"""What an engine of this package states to kvproto: its caches, its ranks, its tensors."""
+"""The Description of an engine of this package, for kvproto: its caches, its ranks, its tensors."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -149,7 +149,7 @@ def geometry(
     cold: bool = False,
     max_logprobs: int | None = None,
 ) -> Geometry:
-    """What the ranks of one replica own: the models' caches, and on ranks of the last stage the first token.
+    """Return what the ranks of one replica own: the models' caches, and on ranks of the last stage the first token.
 
     With it goes, for a head, what the target makes of the last token of the prompt. `tokenizer` is the tokenizer's
     identity. With `cold`, another engine need not know the draft, so nothing of that is asked for. With `max_logprobs`,

@@ -57,7 +57,7 @@ def quick(platform: str = "cpu") -> dict[str, Any]:
 
 @attrs.frozen
 class Piece:
-    """What a program computes of a step; programs of pieces that are equal are one."""
+    """The part of a step that a program computes; equal pieces share one program."""
 
     kinds: tuple[str, ...]
     """The kind of each layer, in order; empty for none."""

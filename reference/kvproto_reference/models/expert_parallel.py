@@ -29,7 +29,7 @@ class ExpertParallel:
         return [hi - lo for lo, hi in itertools.pairwise(bounds)]
 
     def share(self, experts: int) -> slice:
-        """Those of this rank."""
+        """The experts of this rank."""
         first = sum(self.held(experts)[: self.rank])
         return slice(first, first + self.held(experts)[self.rank])
 
@@ -39,7 +39,7 @@ class ExpertParallel:
         return bool(heard.any())
 
     def run(self, experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, counts: Tensor) -> Tensor:
-        """What experts of all ranks make of rows [n, hidden], sorted by expert, `counts` [experts] for each.
+        """Run the experts of all ranks on rows [n, hidden], sorted by expert, `counts` [experts] for each.
 
         `experts` runs those of this rank: rows in their order, and how many are for each. A collective.
         """

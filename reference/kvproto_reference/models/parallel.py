@@ -201,7 +201,7 @@ CUTS = {
     **dict.fromkeys(("value", "value_conv", "output_gate", "decay", "strength", "rate", "shift"), ("value_heads", 0)),
     "out": ("value_heads", -1),
 }
-"""What of a weight is divided over ranks, and along which dim; weights that are not here are on every rank."""
+"""By weight: the unit in which it is divided over ranks, and the dim; weights that are not here are on every rank."""
 
 
 def cut(config: ModelConfig, tp: TensorParallel, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
