@@ -198,7 +198,7 @@ def _inline(file: Json, row: Json) -> Asked:
 
 
 def _json_form(file: Json, row: Json) -> Asked:
-    """What a reader of the JSON form answers: canonical bytes, or a refusal."""
+    """Cases of a reader of the JSON form: it answers canonical bytes, or a refusal."""
     kind = "struct" if "struct" in row else "message"
     question = {"op": "encode_struct" if kind == "struct" else "encode", kind: row[kind], "fields": row["fields"]}
     answer = {"bytes" if kind == "struct" else "frame": row["bytes"]} if "bytes" in row else _refused(row)

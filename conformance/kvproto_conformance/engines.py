@@ -91,14 +91,14 @@ def played_alone(id: str, command: Sequence[str]) -> Any:
 
 
 def heard(said: Any) -> list[str]:
-    """What both sides of a scenario said, one message per line."""
+    """Messages of both sides of a scenario, one per line."""
     from kvproto_conformance.live import wirelog
 
     return list(wirelog.lines(said))
 
 
 def _wrong(said: Any, title: str) -> Wrong:
-    """What a scenario showed, with the checks that passed before it."""
+    """The failure that a scenario showed, with the checks that passed before it."""
     asked = {
         "op": "scenario",
         "id": said.id,

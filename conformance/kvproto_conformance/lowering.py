@@ -127,7 +127,7 @@ def page_sums(source: Json, sink: Json) -> dict[str, list[str]]:
 
 
 def _byte(place: Place) -> int:
-    """What the source's memory holds, where checksums are taken of it."""
+    """A byte of the source's memory, for checksums of it."""
     region, offset = place
     return (7 * offset + region) % 256
 

@@ -34,7 +34,7 @@ class Verdict(IntEnum):
 
 
 class Status(StrEnum):
-    """What became of a case."""
+    """The outcome of a case."""
 
     PASS = "pass"
     NONSTRICT = "nonstrict"
@@ -62,7 +62,7 @@ class Wrong:
     question: Json
     expected: Json
     got: Json
-    """What it answered; `{"broken": WHY}` if there was no answer."""
+    """The answer; `{"broken": WHY}` if there was none."""
     kind: str = ""
     """How it broke: crash, timeout, garbage or given-up."""
 
@@ -85,12 +85,12 @@ class Result:
 
 
 class BadGreeting(Exception):
-    """What is wrong with the answer to hello, or that there was none."""
+    """A wrong answer to hello, or none at all."""
 
 
 @attrs.frozen
 class Greeting:
-    """What a testee says about itself."""
+    """The answer of a testee to hello."""
 
     name: str = "?"
     version: str = "?"

@@ -1,4 +1,4 @@
-"""What a run prints for people: failures first, each with its clause, its bytes, and how to repeat it."""
+"""The output of a run for people: failures first, each with its clause, its bytes, and how to repeat it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class CannotStart(Exception):
 
 @attrs.frozen
 class Broken:
-    """What a testee did instead of answering."""
+    """The way in which a testee failed to answer."""
 
     kind: str
     """crash, timeout, garbage or given-up."""

@@ -27,7 +27,7 @@ def kept_pages(geometry: Geometry) -> Tiers:
 
 
 class Prefill:
-    """What the suite may ask of it."""
+    """Handlers of the suite's commands to an engine that computes prompts."""
 
     source_type = Source
 

@@ -55,7 +55,7 @@ def side(geometry: Json, rank: int, columns: Iterable[Json] = (), windows: Itera
 
 
 def pieces(source: Json, sink: Json, pair: tuple[int, int], features: Iterable[str], wanted: Side) -> list[Piece]:
-    """What one source rank sends one sink rank for the windows of `wanted`, in the order of the packed stream."""
+    """Pieces from one source rank to one sink rank for the windows of `wanted`, in the order of the packed stream."""
     here = side(source, pair[0])
     maps: dict[tuple[str, str, int, int], int] = {}
     rows: dict[tuple[str, str, int], list[int]] = {}

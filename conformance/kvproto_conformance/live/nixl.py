@@ -24,7 +24,7 @@ _PATIENCE = 10.0
 
 
 class Staging(NamedTuple):
-    """What a handle of staging memory says."""
+    """The fields of a handle of staging memory."""
 
     name: str
     """Of the agent."""

@@ -72,7 +72,7 @@ class Sink(Peer):
         self.window = WINDOW
         """The bytes of Data that may be on their way."""
         self.credit = self.counted = 0
-        """What the latest epoch has granted and received, in bytes of Data."""
+        """Bytes of Data that the latest epoch has granted and received."""
         self.first: int | None = None
         """The first epoch of the session."""
         self.used: set[tuple[str, int]] = set()
@@ -313,7 +313,7 @@ class Sink(Peer):
         self.grant_bytes()
 
     def pieces(self, made: Request) -> list[moving.Piece]:
-        """What this rank pair moves for a request, in the order of the stream."""
+        """Pieces that this rank pair moves for a request, in the order of the stream."""
         return moving.pieces(self.theirs, self.geometry or {}, (self.source_rank, self.rank), self.watch.features,
                              self.side(made))  # fmt: skip
 
@@ -356,7 +356,7 @@ class Sink(Peer):
         return f"{wrong.size} bytes differ, the first at {at}: {self._where(at)}"
 
     def _where(self, at: int) -> str:
-        """What is at a byte, in words."""
+        """The place of a byte, in words."""
         for columns in self.columns:
             for k, begin in enumerate(int(offset) for offset in columns["offset"]):
                 item = int(columns["item_stride"][k])

@@ -1,4 +1,4 @@
-"""What both sides of a scenario said, as lines for people, without what the registry calls secret."""
+"""Messages of both sides of a scenario, as lines for people, without what the registry calls secret."""
 
 from __future__ import annotations
 
