@@ -166,7 +166,7 @@ class _Parser:
     table: EngineTable
     release: str
     recognised: list[str] = attrs.field(factory=list)
-    """What was right, by which the likeliest of several errors is chosen."""
+    """Guards, names and markers that matched, by which the likeliest of several errors is chosen."""
 
     def fields(self, message: MessageTable, value: Any, path: str) -> dict[str, Any]:
         """Values by field."""

@@ -1,4 +1,4 @@
-"""What an engine's log says of a hand-over."""
+"""Lines of an engine's log about a hand-over."""
 
 from __future__ import annotations
 

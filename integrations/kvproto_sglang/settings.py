@@ -1,4 +1,4 @@
-"""What a user says of the back end: the environment variable KVPROTO_SGLANG, a JSON object or the path of one."""
+"""The user's settings of the back end: the environment variable KVPROTO_SGLANG, a JSON object or the path of one."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ __all__ = ["KvprotoTiers"]
 
 WHERE = "hicache_storage_backend_extra_config"
 _DYNAMIC = ("backend_name", "module_path", "class_name", "interface_v1")
-"""What SGLang itself reads there."""
+"""Settings that SGLang itself reads there."""
 _KV, _DRAFT = "kv", "draft"
 """Names of HiCache's pools."""
 
@@ -155,7 +155,7 @@ class KvprotoTiers(base.HiCacheStorage):
         raise _only_v1()
 
     def clear(self) -> None:
-        """What is stored is other engines', too: `kvproto tiers PLACE --drop` deletes it."""
+        """Delete nothing: pages are other engines' too, and `kvproto tiers PLACE --drop` deletes them."""
 
     def close(self) -> None:
         KEYS.close()
