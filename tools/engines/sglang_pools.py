@@ -1,4 +1,4 @@
-"""What SGLang itself allocates: its own pools, made on the CPU. Runs in the engines' environment.
+"""Allocations of SGLang itself: its own pools, made on the CPU. Runs in the engines' environment.
 
     python sglang_pools.py < cases.json > answers.jsonl
 

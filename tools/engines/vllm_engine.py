@@ -127,7 +127,7 @@ class Engine(Child):
         return int(self.hear("rounds")[0])
 
     def said(self) -> str:
-        """What its connector logged."""
+        """The log of its connector."""
         self.pipe.send(("said",))
         return "\n".join(self.hear("said")[0])
 

@@ -30,7 +30,7 @@ _REPLICAS = {
     '{"prefill": "ipc:///run/kv/prefill-0"}':
         '{"prefill": "ipc:///run/kv/prefill-0-0", "prefill/1": "ipc:///run/kv/prefill-1-0"}',
 }  # fmt: skip
-"""What a command has in place of this, for two replicas."""
+"""By text of a command: its replacement for two replicas."""
 _SMALL = "--dtype float32 --enforce-eager --max-model-len 512 --kv-cache-memory-bytes 8388608 --block-size"
 
 

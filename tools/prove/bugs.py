@@ -20,7 +20,7 @@ class Bug:
 
     name: str
     report: str
-    """What went wrong, and where it was seen."""
+    """The symptom, and where it was seen."""
     file: str
     old: str
     new: str

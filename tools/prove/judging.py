@@ -32,7 +32,7 @@ _ALL = load()
 
 
 def cases(*suites: str) -> list[Case]:
-    """Those of the suites, of all where none is named."""
+    """Cases of the suites, of all if none is named."""
     return [case for case in _ALL if not suites or case.suite in suites]
 
 

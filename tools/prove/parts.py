@@ -29,7 +29,7 @@ _SUITES = {
     "codec": _WIRE,
     "planner": ("plan", "deal", "lowering", "late", "verify", "stream"),
 }
-"""What is asked first of an area; the rest comes after it."""
+"""Suites that are asked first of an area; the rest comes after them."""
 _ROOMS = {
     # package to its tests
     "kvproto.wire.": "tests/wire",
@@ -86,7 +86,7 @@ class Asked:
     """Modules of kvproto that the cases load: what is otherwise elsewhere they cannot see."""
 
     def chosen(self, found: Mapping[str, T]) -> dict[str, T]:
-        """Those that have such a name, and are of this part."""
+        """Entries that have such a name, and are of this part."""
         which, of = self.part
         names = [name for name in found if fnmatch.fnmatchcase(name, self.only)]
         return {name: found[name] for name in names[which - 1 :: of]}

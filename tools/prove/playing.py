@@ -74,7 +74,7 @@ class Played:
         return cls(found)
 
     def scenarios(self, line: Line) -> list[str]:
-        """Those that pass a line; all, if none does."""
+        """Scenarios that pass a line; all, if none does."""
         return self.lines.get(line) or [*dict.fromkeys(id for ids in self.lines.values() for id in ids)]
 
 

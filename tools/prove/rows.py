@@ -1,4 +1,4 @@
-"""What became of each mutant, and the table of all of them."""
+"""The outcome of each mutant, and the table of all of them."""
 
 from __future__ import annotations
 

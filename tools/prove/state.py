@@ -1,4 +1,4 @@
-"""What earlier runs over the same sources have found: an interrupted run goes on, and parts of one make a whole.
+"""Results of earlier runs over the same sources: an interrupted run goes on, and parts of one make a whole.
 
 A folder has a file for each run, of JSON lines: first what the sources were, then a row for each mutant. Files of
 another machine count as well; those of other sources do not.
