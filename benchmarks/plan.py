@@ -30,7 +30,7 @@ def gqa_engine(tp: int, heads: int, layers: int = 80, replica: int = 0) -> Geome
 
 
 def plans() -> dict[str, Callable[[], Any]]:
-    """What is planned."""
+    """The plans that are timed."""
     sixty, sixty_many = (gqa_engine(64, 8), gqa_engine(64, 8)), (gqa_engine(64, 64), gqa_engine(64, 64))
     fewer, large = (gqa_engine(64, 8), gqa_engine(32, 8)), (gqa_engine(512, 8), gqa_engine(512, 8))
     return {

@@ -261,7 +261,7 @@ def batches(ways: Mapping[str, Contender], rounds: int, sizes: tuple[int, int, i
 def loads(
     ways: Mapping[str, Contender], rates: Sequence[float], rounds: int, count: int, sizes: tuple[int, int, int]
 ) -> list[dict[str, Any]]:
-    """What each contender that takes requests at any time makes of each rate: one entry for each round."""
+    """Results of each contender that takes requests at any time, at each rate: one entry for each round."""
     length, new, vocab = sizes
     kept = []
     able = {way: each.serve for way, each in ways.items() if way != "generate"}
