@@ -1,4 +1,4 @@
-"""How the ranks of a DCP group exchange queries and merge attention: over torch.distributed.
+"""Exchange of queries and merge of attention among the ranks of a DCP group, over torch.distributed.
 
 Each rank attends over its own tokens with the query heads of all ranks; then each gets its own heads over all tokens.
 A layer needs an all-gather of q, then either an all-gather of the log-sum-exps and a reduce-scatter of the outputs, or

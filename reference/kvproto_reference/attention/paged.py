@@ -42,7 +42,7 @@ class PagedAttention(Attention):
 
     @property
     def record(self) -> StateRecord | None:
-        """Where the states of recurrent layers are, if the model has such."""
+        """The record of states of recurrent layers, if the model has such."""
         return None
 
     def end(self) -> None:

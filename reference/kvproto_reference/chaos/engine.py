@@ -39,7 +39,7 @@ PAGES = 160
 
 @attrs.frozen
 class Setup:
-    """How one run of an engine starts."""
+    """Arguments of one run of an engine."""
 
     name: str
     number: int

@@ -388,7 +388,7 @@ class World:
 
 
 def _crowd() -> float:
-    """How many processes share each processor."""
+    """The number of processes that share each processor."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 

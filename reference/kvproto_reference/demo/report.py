@@ -149,7 +149,7 @@ WORDS = {
     "sleep": {True: "[green]what was lost had its memory moved", False: "[red]something was lost"},
     "pause": {True: "[green]nothing was lost", False: "[red]nothing was under way, or something was lost"},
 }
-"""How to print a verdict, by its name; those not listed here say whether both sides agree."""
+"""Words for a verdict, by its name; those not listed here say whether both sides agree."""
 
 
 def show(console: Console, router: Router, compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> None:

@@ -129,7 +129,7 @@ class Programs:
 
     @property
     def tokens(self) -> PartitionSpec:
-        """How a step's tokens are placed: all on every rank, or split over `cp`, with a grid for each rank along it."""
+        """Placement of a step's tokens: all on every rank, or split over `cp`, with a grid for each rank along it."""
         return DEALT if isinstance(self.attention, ContextAttention) else EVERYWHERE
 
     def run(self, piece: Piece, given: Given) -> Made:

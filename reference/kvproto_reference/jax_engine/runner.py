@@ -89,7 +89,7 @@ class _Step:
     wanted: Ints
     """Tokens whose logits are wanted, counted along the spans, with padding behind them."""
     count: int
-    """How many they are without padding."""
+    """Their number without padding."""
     cells: Ints
     """The cell of each token, counted along the spans."""
     features: npt.NDArray[Any] | None
@@ -229,7 +229,7 @@ class JaxRunner(Runner):
         return ALL if self._config.reach(layer) is None else NEAR
 
     def _with_rows(self, layers: Sequence[int]) -> dict[str, list[int]]:
-        """Those layers that have rows, by kind."""
+        """The layers among these that have rows, by kind."""
         found: dict[str, list[int]] = {}
         for layer in layers:
             if not self._config.recurs(layer):

@@ -19,7 +19,7 @@ State = Mapping[str, Tensor]
 
 
 class Recurrence(Protocol):
-    """How the tokens of a recurrent layer change its state; leading batch dims are allowed."""
+    """The change of a recurrent layer's state by its tokens; leading batch dims are allowed."""
 
     def begin(self, inputs: Tensor) -> State:
         """The state before the first token; `inputs` are as in `run`."""

@@ -24,7 +24,7 @@ class ExpertParallel:
     group: dist.ProcessGroup | None = None
 
     def held(self, experts: int) -> list[int]:
-        """How many experts each rank has, one after the other."""
+        """The number of experts of each rank, one after the other."""
         bounds = [experts * rank // self.size for rank in range(self.size + 1)]
         return [hi - lo for lo, hi in itertools.pairwise(bounds)]
 
