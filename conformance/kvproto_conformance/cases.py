@@ -31,7 +31,7 @@ class Ask:
     expected: dict[str, Any]
     """The exact answer of the testee."""
     tolerance: float = 0.0
-    """How far a number of the answer may be off, as a multiple of its size or of 1, whichever is greater."""
+    """The error that a number of the answer may have, as a multiple of its size or of 1, whichever is greater."""
     more: bool = False
     """Whether the answer may have keys that are not in `expected`."""
     declined: dict[str, Any] | None = None

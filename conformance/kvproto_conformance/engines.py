@@ -15,7 +15,7 @@ from kvproto_conformance.testee import NOT_ASKED
 LIVE = {"L3": "session", "L4": "robust"}
 """By level, the suite. The code that runs them needs pyzmq and numpy, and is imported only for a run that has them."""
 _LINES = 300
-"""How many of the last messages of both sides a report keeps."""
+"""The number of the last messages of both sides that a report keeps."""
 _STATUS = {
     "pass": Status.PASS,
     "unasked": Status.UNASKED,

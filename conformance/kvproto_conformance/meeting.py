@@ -143,7 +143,7 @@ class Sample:
 
     @property
     def answer(self) -> str:
-        """Where the bytes are in the answer of who writes."""
+        """The key of the bytes in the answer of who writes."""
         return "frame" if self.kind == "message" else "bytes"
 
 

@@ -46,7 +46,7 @@ class Run:
     verdict: Verdict
     seconds: float
     left_out: int
-    """How many cases of the claim were filtered out, or cannot run in this suite."""
+    """The number of cases of the claim that were filtered out, or cannot run in this suite."""
     complaints: tuple[str, ...] = ()
     """Defects of the baseline."""
     vectors: Path | None = None

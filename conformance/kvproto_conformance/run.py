@@ -64,7 +64,7 @@ class Wrong:
     got: Json
     """The answer; `{"broken": WHY}` if there was none."""
     kind: str = ""
-    """How it broke: crash, timeout, garbage or given-up."""
+    """The way in which it broke: crash, timeout, garbage or given-up."""
 
     def __str__(self) -> str:
         return f"{self.question['op']}: expected {self.expected}, got {self.got}"
@@ -81,7 +81,7 @@ class Result:
     wire: tuple[str, ...] = ()
     """For a live engine whose case did not pass, what both sides said."""
     why: str = ""
-    """Why it was not asked."""
+    """The reason that it was not asked."""
 
 
 class BadGreeting(Exception):

@@ -16,7 +16,7 @@ from kvproto_conformance.testee import NOT_ASKED
 
 Json = dict[str, Any]
 _FIRST = 10
-"""How many failures are printed by default."""
+"""The number of failures that are printed by default."""
 
 
 class Progress:

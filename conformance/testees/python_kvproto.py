@@ -211,7 +211,7 @@ def late(question: Json) -> Json:
 
 
 def packed(question: Json) -> Json:
-    """Where each byte of the stream is at the source, and where the sink puts it."""
+    """The place of each byte of the stream at the source, and where the sink puts it."""
     program = lowered(question)
     sources, sinks = ({int(op[f"{name}_region"]) for op in program.ops} for name in ("source", "sink"))
     planes, streams = [{r: memoryview(marks(r)[i]) for r in sources} for i in range(3)], []

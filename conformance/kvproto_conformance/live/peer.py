@@ -16,7 +16,7 @@ from kvproto_conformance.live.wire import Router, Wire
 
 Json = dict[str, Any]
 PATIENCE = 10.0
-"""How many seconds an answer may take: several times `resend`."""
+"""Seconds that an answer may take: several times `resend`."""
 RESEND = LIMITS["resend"] / 1000
 
 

@@ -17,7 +17,7 @@ from kvproto_conformance.live.source import Source
 _SIDES: dict[str, tuple[type, type]] = {"source": (PrefillRun, Sink), "sink": (DecodeRun, Source)}
 """By the role of the engine: what runs the script, and what the suite's side is."""
 _HELPERS = "kvproto_conformance.live.scenarios"
-"""Where functions that scripts call lie."""
+"""The package of functions that scripts call."""
 
 
 def described(scenario: Scenario) -> str:

@@ -19,7 +19,7 @@ from kvproto_conformance.planner import plan
 
 Json = dict[str, Any]
 WINDOW = 1 << 20
-"""How many bytes of Data may be on their way."""
+"""Bytes of Data that may be on their way."""
 CANARY = (1 << 20) + 7
 """After how many bytes the pattern repeats that memory has at first."""
 
@@ -347,7 +347,7 @@ class Sink(Peer):
                 self.image[offset : offset + hi - lo] = held
 
     def differs(self) -> str:
-        """Where the memory differs from what it must hold, canaries included; empty if it does not."""
+        """The difference of the memory from what it must hold, canaries included; empty if there is none."""
         assert self.memory is not None
         wrong = np.flatnonzero(self.memory.bytes != self.image)
         if not wrong.size:

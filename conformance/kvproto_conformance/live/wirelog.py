@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvproto_conformance.live.running import Result
 
 _WIDTH = 160
-"""How many characters of a message's fields are shown."""
+"""The number of characters of a message's fields that are shown."""
 _HIDDEN = "..."
 
 
