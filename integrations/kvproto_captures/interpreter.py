@@ -35,7 +35,7 @@ class Interpretation:
 
     @property
     def whose(self) -> str:
-        """Whose words it has: "rank", "next" for the rank whose message follows, or "fleet"; empty for none."""
+        """The owner of its words: "rank", "next" for the rank whose message follows, or "fleet"; empty for none."""
         return next((message.states for message, *_ in self._nested() if message.states), "")
 
     def stated(self) -> Iterator[tuple[str, Any, str]]:

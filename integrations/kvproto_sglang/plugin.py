@@ -1,4 +1,4 @@
-"""How SGLang comes to know the back end: a name among its choices, and hooks of its own plug-in framework."""
+"""Registration of the back end in SGLang: a name among its choices, and hooks of its own plug-in framework."""
 
 from __future__ import annotations
 

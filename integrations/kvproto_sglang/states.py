@@ -1,4 +1,4 @@
-"""How SGLang's recurrent states are stated: of Mamba 2, of gated and Kimi's delta nets, and of short convolutions.
+"""Statements of SGLang's recurrent states: of Mamba 2, of gated and Kimi's delta nets, and of short convolutions.
 
 A request has one slot. It holds the last inputs of a convolution, [channel, input] (Kimi's: [input, channel]), and a
 matrix a head, but for short convolutions. What a convolution has one after another, ranks divide each on its own.

@@ -1,4 +1,4 @@
-"""How HiCache's pools of the host are stated: each by its very class, in every layout that strides describe.
+"""Statements of HiCache's pools of the host: each by its very class, in every layout that strides describe.
 
 A pool holds all layers of a token side by side (page_first), of a page (page_first_direct, page_head), or each layer
 apart (layer_first). The layers of a draft that is packed behind the target's are a group of their own.

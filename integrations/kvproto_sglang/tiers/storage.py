@@ -94,7 +94,7 @@ class KvprotoTiers(base.HiCacheStorage):
         KEYS.open(PageKeys(self._pages.space, page, most), self._pages.space_of)
 
     def _prompt(self, keys: Sequence[str]) -> tuple[StoredPages, Chain, int] | None:
-        """Where pages of these keys are, the prompt that they are of, and the number of the first of them."""
+        """The pages of these keys, the prompt that they are of, and the number of the first of them."""
         found = KEYS.chain(keys) if keys and self._pages is not None else None
         return None if found is None or self._pages is None else (self._pages, *found)
 
