@@ -1,4 +1,4 @@
-"""How far a vLLM's log probabilities after a hand-over are from its own alone, next to those of two block sizes of it.
+"""Distance of a vLLM's log probabilities after a hand-over from its own alone, next to that of two block sizes of it.
 
 Two engines add the same numbers in different orders, so the pages that they compute may differ in the last bits, as may
 those of one engine in two block sizes. Tokens seldom show that. Log probabilities do, and they show more: pages that

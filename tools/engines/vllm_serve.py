@@ -122,7 +122,7 @@ def _text(server: str, model: Path, prompt: str) -> str:
 
 
 def _status(server: str, model: Path, params: dict[str, Any]) -> int:
-    """How it answers a prompt with these parameters; without a ticket, which is what is wrong with some."""
+    """The HTTP status of its answer to a prompt with these parameters, some of which lack a ticket."""
     body = {"model": str(model), "prompt": "The sea", "max_tokens": 1, "kv_transfer_params": params}
     try:
         with urllib.request.urlopen(_request(server, body), timeout=ANSWERS) as answer:

@@ -1,4 +1,4 @@
-"""Which tests pass which line of some files: a mutant of a line is noticed by one of those, or by none."""
+"""Tests that pass a line of some files: a mutant of a line is noticed by one of those, or by none."""
 
 from __future__ import annotations
 
