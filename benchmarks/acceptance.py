@@ -1,4 +1,4 @@
-"""How many tokens a step of decode gives with the draft's cache handed over, computed again, and cold.
+"""Tokens that a step of decode gives with the draft's cache handed over, computed again, and cold.
 
 `python benchmarks/acceptance.py [TARGET ...] [--out] [--quick]`, or `make acceptance`: a prefill and a decode engine of the demo, in
 processes of their own, greedily continue prompts of several lengths. Small models of one architecture draft for another,

@@ -71,7 +71,7 @@ WAYS = ("a2a_packed", False), ("peer", False), ("peer", True)
 
 @attrs.frozen
 class Way:
-    """How an engine of so many GPUs divides its work."""
+    """The division of work in an engine of so many GPUs."""
 
     gpus: int
     dcp: int = 1

@@ -1,4 +1,4 @@
-"""How long planning and lowering take: `python benchmarks/plan.py [--out]`. Rounds are interleaved; times are medians of one core."""
+"""Times of planning and lowering: `python benchmarks/plan.py [--out]`. Rounds are interleaved; medians of one core."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ PROMPT = Prompt(range(4))
 DEADLINE = 600_000
 """Milliseconds."""
 MOST = 512
-"""How many sinks the allow-list names, all with one key."""
+"""The number of sinks that the allow-list names, all with one key."""
 _SINK, _SOURCE = "decode", "prefill"
 
 
@@ -168,7 +168,7 @@ class Tap:
     def __init__(self, frames: bool = False) -> None:
         self._frames = frames
         self.sent: dict[str, float] = {}
-        """When a message of each type was last given to the socket, by time.perf_counter."""
+        """The time at which a message of each type was last given to the socket, by time.perf_counter."""
         self.lengths: dict[str, int] = {}
         """Bytes of the last frame of each type."""
         self.accepted: set[tuple[int, int]] = set()

@@ -169,7 +169,7 @@ def rounds(prefill: Engine, decode: Engine, small: bool) -> dict[str, Any]:
 
 
 def log_of(logs: Path, name: str, role: str) -> Path:
-    """Where an engine of a pair writes."""
+    """The file to which an engine of a pair writes."""
     return logs / f"{name.replace(',', '').replace(' ', '-')}.{role}.log"
 
 
