@@ -1,4 +1,4 @@
-"""How many tokens a step of decode gives with the draft's cache handed over, computed again, and cold.
+"""Tokens that a step of decode gives with the draft's cache handed over, computed again, and cold.
 
 `python benchmarks/acceptance.py [TARGET ...] [--out] [--quick]`, or `make acceptance`: a prefill and a decode engine of the demo, in
 processes of their own, greedily continue prompts of several lengths. Small models of one architecture draft for another,
@@ -109,7 +109,7 @@ def cases(target: str, quick: bool) -> Iterator[tuple[str, str, dict[str, Any], 
 
 
 def measured(target: str, quick: bool) -> list[dict[str, Any]]:
-    """What each demo of a target counted."""
+    """Counts of each demo of a target."""
     asked, rows = list(prompts(target, 1 if quick else 3 if target == "smollm2" else 12)), []
     print("; ".join(f"{text}, {length}" for text in texts(target) for length in LENGTHS), flush=True)
     for draft, way, sizes, options in cases(target, quick):

@@ -1,4 +1,4 @@
-"""What dcp_gpu.py measures: shapes of attention, batches over dealt tokens, and FlashInfer called by hand."""
+"""Cases of dcp_gpu.py: shapes of attention, batches over dealt tokens, and FlashInfer called by hand."""
 
 from __future__ import annotations
 

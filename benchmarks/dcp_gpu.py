@@ -50,7 +50,7 @@ VERIFIED = [(8, 32 << 10, 4), (8, 128 << 10, 4), (1, 128 << 10, 8), (64, 8 << 10
 """Batch, context and tokens of a sequence in steps that verify a draft."""
 Samples = dict[str, list[float]]
 Way = tuple[Callable[[], object], int]
-"""What a graph does, and the layers that it does it for."""
+"""The work of a graph, and the layers that it does it for."""
 
 
 class Bench:

@@ -1,4 +1,4 @@
-"""What DCP is worth to an engine: requests that fit and tokens a second at equal memory, beside TP alone and DP attention.
+"""Gains of an engine by DCP: requests that fit and tokens a second at equal memory, beside TP alone and DP attention.
 
 `python benchmarks/dcp_serving_gpu.py [--out]` on a machine with two or four GPUs that are peers; FlashInfer must be installed.
 Decoders with random bf16 weights, each GPU with LAYERS times BUDGET bytes of KV: attention as in Kimi K2 (MLA, 64 heads over
@@ -62,7 +62,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "MLA": {"hidden": 32, "heads": 8, "latent": 16, "rope_dim": 8, "nope_dim": 8, "v_dim": 8, "q_rank": 16, "ffn": 32},
     "GQA": {"hidden": 32, "heads": 8, "head_dim": 8, "ffn": 32},
 }
-"""What differs on the CPU."""
+"""Sizes that differ on the CPU."""
 
 
 WAYS = ("a2a_packed", False), ("peer", False), ("peer", True)
@@ -71,7 +71,7 @@ WAYS = ("a2a_packed", False), ("peer", False), ("peer", True)
 
 @attrs.frozen
 class Way:
-    """How an engine of so many GPUs divides its work."""
+    """The division of work in an engine of so many GPUs."""
 
     gpus: int
     dcp: int = 1

@@ -1,4 +1,4 @@
-"""What ZeroMQ itself does not bound: connections that arrive between two turns, and a message that never ends.
+"""Loads that ZeroMQ itself does not bound: connections that arrive between two turns, and a message that never ends.
 
 `python benchmarks/floods.py [--out]`. A Listener runs in this process, which may open 1,024 descriptors; the flood comes from another. The message comes in
 the clear: a client that is on the allow-list could send the same under CURVE. Results are counts and bytes, no times.

@@ -1,4 +1,4 @@
-"""How fast the reference engine decodes in JAX, beside torch with the same weights, prompts and cores.
+"""The speed of the reference engine's decoding in JAX, beside torch with the same weights, prompts and cores.
 
 `python benchmarks/frameworks.py [--out] [--model DIR] [--dtype TYPE] [--rounds N] [--quick]`: greedy, without a draft, each
 framework in a process of its own that is bound to one core. Both have their turns in alternation: a prefill of all

@@ -1,4 +1,4 @@
-"""What the scripts for GPUs share: the machine, memory with random bytes, comparisons, the peer copy, and shapes of pools."""
+"""Shared parts of the scripts for GPUs: the machine, random memory, comparisons, the peer copy, and shapes of pools."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GB = 1 << 30
 WARM_UP = 1.0
 """Seconds: a GPU that has rested has another clock."""
 POISON = 0xEE
-"""What the sink's memory holds before a copy, so that bytes which nobody should write are seen."""
+"""The byte that the sink's memory holds before a copy, so that bytes which nobody should write are seen."""
 
 
 def gpu_facts() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: arguments, the machine, processes, samples, and files of results.
+"""Shared parts of the scripts of this folder: arguments, the machine, processes, samples, and files of results.
 
 `python benchmarks/harness.py BEFORE NOW` compares two files of results, such as those of two commits: for every list of
 samples that both have, the medians, the least, and how many times as large they are now.
@@ -98,7 +98,7 @@ def child(work: Callable[..., None], *args: Any) -> Iterator[Connection]:
 
 
 def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int, warm: int = 1) -> dict[str, list[float]]:
-    """What each way returns in each round but the first `warm`; in a round all have their turn."""
+    """Results of each way in each round but the first `warm`; in a round all have their turn."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
     for n in range(-warm, rounds):
         for name, way in ways.items():

@@ -16,7 +16,7 @@ Side = Source | Sink
 
 
 def readable(sides: Iterable[Side], seconds: float) -> list[Side]:
-    """Those that have something to do, after waiting so long at most."""
+    """Sides that have something to do, after waiting so long at most."""
     poll, of = select.poll(), {side.fileno(): side for side in sides}
     for descriptor in of:
         poll.register(descriptor, select.POLLIN)

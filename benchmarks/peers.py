@@ -1,4 +1,4 @@
-"""What users would pick instead: NIXL (UCX) and Mooncake's transfer engine, one descriptor per run, between two processes.
+"""Alternatives to kvproto: NIXL (UCX) and Mooncake's transfer engine, one descriptor per run, between two processes.
 
 `measure(runs, rounds)` gives GB/s by library and run length, from the call to its completion; pools of 4 GB on two GPUs. At
 most 16,384 descriptors a call, so that a round stays short: a descriptor's price does not depend on their number. A library

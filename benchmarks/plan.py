@@ -1,4 +1,4 @@
-"""How long planning and lowering take: `python benchmarks/plan.py [--out]`. Rounds are interleaved; times are medians of one core."""
+"""Times of planning and lowering: `python benchmarks/plan.py [--out]`. Rounds are interleaved; medians of one core."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gqa_engine(tp: int, heads: int, layers: int = 80, replica: int = 0) -> Geome
 
 
 def plans() -> dict[str, Callable[[], Any]]:
-    """What is planned."""
+    """The plans that are timed."""
     sixty, sixty_many = (gqa_engine(64, 8), gqa_engine(64, 8)), (gqa_engine(64, 64), gqa_engine(64, 64))
     fewer, large = (gqa_engine(64, 8), gqa_engine(32, 8)), (gqa_engine(512, 8), gqa_engine(512, 8))
     return {

@@ -59,7 +59,7 @@ def transfer_gpu() -> Any:
 
 
 def dcp_gpu() -> Any:
-    """How many times faster a step of two ranks is, by context."""
+    """The speed-up of a step by two ranks, by context."""
     figure, places = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
     looks = {"NCCL all-to-all": ("#777777", "--"), "peer memory, q on all": ("#0b6e4f", "-")}
     for axes, shape in zip(places, HEADS, strict=True):

@@ -1,4 +1,4 @@
-"""What metrics, log records and a feed cost a small transfer: `python benchmarks/seeing.py [--out]`; CPU time of both sides.
+"""Costs of metrics, log records and a feed in a small transfer: `python benchmarks/seeing.py [--out]`; CPU time of both sides.
 
 A source and a sink without I/O threads hand over prompts of ten tokens, 320 bytes. The ways take turns in short
 rounds, so that what else runs on the machine meets all alike; each figure is the least of its rounds. `counting_us` is

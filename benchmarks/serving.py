@@ -1,4 +1,4 @@
-"""How fast the reference engines serve a real model, beside transformers with the same weights, prompts and threads.
+"""The speed of the reference engines with a real model, beside transformers with the same weights, prompts and threads.
 
 `python benchmarks/serving.py [--out] [--model DIR] [--rounds N] [--quick]`: greedy, in float32, without a draft, one
 thread to a process; prompts of random tokens, so that nothing is found in a cache. All contenders are started once and have
@@ -49,7 +49,7 @@ PAGE, PAGES, BUDGET = 16, 400, 512
 """Tokens of a page, pages of a pool, and prompt tokens that a step may compute."""
 HOW = SamplingParams(ignore_eos=True)
 Arrivals = Sequence[tuple[float, list[int]]]
-"""When each request comes, in seconds, and its prompt."""
+"""The time of each request, in seconds, and its prompt."""
 
 
 @attrs.define
@@ -184,7 +184,7 @@ def pair(model: Path) -> Iterator[Serve]:
 
 @attrs.frozen
 class Contender:
-    """How it serves, and its processes."""
+    """A way of serving, and its processes."""
 
     serve: Serve
     processes: frozenset[int]
@@ -226,7 +226,7 @@ def prompts(count: int, length: int, vocab: int, seed: str) -> list[list[int]]:
 
 
 def differ(found: Mapping[str, list[Answer]]) -> int:
-    """How many requests a contender answered otherwise than the first one did."""
+    """The number of requests that a contender answered otherwise than the first one did."""
     first, *others = found.values()
     return sum(a.tokens != b.tokens for answers in others for a, b in zip(first, answers, strict=True))
 
@@ -261,7 +261,7 @@ def batches(ways: Mapping[str, Contender], rounds: int, sizes: tuple[int, int, i
 def loads(
     ways: Mapping[str, Contender], rates: Sequence[float], rounds: int, count: int, sizes: tuple[int, int, int]
 ) -> list[dict[str, Any]]:
-    """What each contender that takes requests at any time makes of each rate: one entry for each round."""
+    """Results of each contender that takes requests at any time, at each rate: one entry for each round."""
     length, new, vocab = sizes
     kept = []
     able = {way: each.serve for way, each in ways.items() if way != "generate"}

@@ -1,4 +1,4 @@
-"""What a session costs, alone and beside others: `python benchmarks/session.py [PART ...] [--out]`.
+"""The cost of a session, alone and beside others: `python benchmarks/session.py [PART ...] [--out]`.
 
     latency    the four messages of a transfer, one transfer after the other: bare sockets, sessions alone, Source and Sink; CURVE and ipc
     many       2,000 transfers at once of 500 sinks of one source
@@ -505,7 +505,7 @@ PARTS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[int, ...], tuple[int
     "recovery": (recovery, (3,), (1,)),
     "frames": (frames, (6, 64), (1, 4)),
 }
-"""What measures each part, with which numbers, and with which in a quick run, which only shows that it works."""
+"""The function of each part, with its numbers, and with those of a quick run, which only shows that it works."""
 
 
 def ahead() -> bool:

@@ -1,4 +1,4 @@
-"""What the greatest frame of each message costs whoever hears it: `python benchmarks/session.py frames`.
+"""The cost of the greatest frame of each message to its receiver: `python benchmarks/session.py frames`.
 
 In each state of a session and of a transfer that hears messages, by each way in which bytes move, each message comes with each of its fields as great as the limits let
 it be: texts and byte strings of their full length, arrays of millions, lists that take all entries that a body may have. Seconds are CPU of this thread, from the

@@ -37,7 +37,7 @@ PROMPT = Prompt(range(4))
 DEADLINE = 600_000
 """Milliseconds."""
 MOST = 512
-"""How many sinks the allow-list names, all with one key."""
+"""The number of sinks that the allow-list names, all with one key."""
 _SINK, _SOURCE = "decode", "prefill"
 
 
@@ -120,7 +120,7 @@ def serve(pipe: Connection, place: Place, options: dict[str, Any]) -> None:
 
 
 def state() -> dict[str, int]:
-    """What this process holds: resident bytes, descriptors, threads, and CPU time in microseconds."""
+    """The resources of this process: resident bytes, descriptors, threads, and CPU time in microseconds."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     times = os.times()
     return {
@@ -163,12 +163,12 @@ def far(stack: ExitStack, kind: str = "curve", **options: Any) -> Far:
 
 
 class Tap:
-    """What the Sinks of this process send, and with `frames` also receive, while the context lasts: their dialers are tapped."""
+    """Messages that this process's Sinks send, and with `frames` receive, while the context lasts: their dialers are tapped."""
 
     def __init__(self, frames: bool = False) -> None:
         self._frames = frames
         self.sent: dict[str, float] = {}
-        """When a message of each type was last given to the socket, by time.perf_counter."""
+        """The time at which a message of each type was last given to the socket, by time.perf_counter."""
         self.lengths: dict[str, int] = {}
         """Bytes of the last frame of each type."""
         self.accepted: set[tuple[int, int]] = set()
@@ -221,7 +221,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.work: list[Callable[[], object]] = []
-        """What to do once the endpoint has returned."""
+        """Calls to make once the endpoint has returned."""
         self.endpoint: SourceEndpoint
 
     def report(self, event: Any) -> None: ...
@@ -377,7 +377,7 @@ class Bare:
             left -= self._turn()
 
     def state(self) -> dict[str, int]:
-        """What the source's process holds."""
+        """The resources of the source's process."""
         self._pipe.send((0, 0))
         figures: dict[str, int] = self._pipe.recv()
         return figures

@@ -1,4 +1,4 @@
-"""What each source that a sink rank awaits costs the sink, beside the bytes.
+"""The cost to a sink of each source that it awaits, beside the bytes.
 
 `python benchmarks/spread.py [--out]`: a cache of 64 layers and 16 KB in all, which 16 source ranks hold, is fetched by one rank from one to 16 of
 them, by shm, in one process and thread. Time of the sink's own turns alone, CPU time, median of fetches; --out keeps the medians.

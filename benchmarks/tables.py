@@ -232,7 +232,7 @@ def _break_even(runs: Sequence[dict[str, Any]], name: str) -> str:
 
 @table("dcp_gpu", "projection", " | batch | context | N = 2 measured | N = 2 of the model | N = 4 | N = 8")
 def projection() -> Rows:
-    """What larger groups would give; not measured."""
+    """Projection for larger groups; not measured."""
     for shape in HEADS:
         link = _link(shape)
         rate = max(v["flops"] / median(v["us"]) for v in DCP["verify"] if v["shape"] == shape)

@@ -322,7 +322,7 @@ class Llama:
         return functional.rms_norm(x[-1:], (self.width,)) @ self.head
 
     def last(self, paging: Any = None) -> torch.Tensor:
-        """What follows the pages."""
+        """The logits after the tokens that follow the pages."""
         return self.run(self.tokens, self.tokens + self.rest, paging)
 
     def whole(self, chunk: int = 4096) -> torch.Tensor:

@@ -36,7 +36,7 @@ Timed = Callable[[], float]
 
 
 def hold(device: int, stream: int) -> None:
-    """What is enqueued now begins later."""
+    """Delay what is enqueued from now on."""
     with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=f"cuda:{device}")):
         torch.cuda._sleep(HELD)
 
@@ -101,7 +101,7 @@ class Bench:
         return timed
 
     def torch_pack(self, program: CopyProgram, width: int, dtype: torch.dtype) -> Timed:
-        """What a careful user of torch writes: index_select, one peer copy, index_copy, in elements of some width."""
+        """Pack as a careful user of torch would: index_select, one peer copy, index_copy, in elements of some width."""
         a, b = (torch.from_numpy(np.concatenate(list(places(program, width, s)))) for s in ("source", "sink"))
         a, b = a.to("cuda:0"), b.to("cuda:1")
         rows = [
@@ -136,7 +136,7 @@ class Bench:
 
 
 def of_nixl(samples: dict[str, list[float]], longest: dict[str, list[float]]) -> float | None:
-    """What is packed as a share of NIXL with descriptors of 64 MB: by our agent in the same rounds, or by its own, whichever is faster."""
+    """Packed copies as a share of NIXL with descriptors of 64 MB: by our agent in the same rounds, or by its own, whichever is faster."""
     if "NIXL, packed" not in samples:
         return None
     by_its_own = longest.get("NIXL, descriptors", [0.0])

@@ -1,4 +1,4 @@
-"""What one hand-over costs in calls, in moves from file to file and in CPU time, with both sides in one thread.
+"""The cost of one hand-over in calls, in moves from file to file and in CPU time, with both sides in one thread.
 
 `python benchmarks/trips.py [PART ...] [--out [FILE]] [--json]`: calls and CPU time do not depend on what else the machine does.
 
@@ -204,7 +204,7 @@ class Crowd:
 
 
 def peers(number: int, limit: float, rounds: int) -> dict[str, Any]:
-    """What `number` sources cost their sink: `limit` bounds the seconds of CPU of this process until all are ready."""
+    """Costs of `number` sources to their sink: `limit` bounds the seconds of CPU of this process until all are ready."""
     with ExitStack() as stack:
         crowd = Crowd(stack, number)
         start = time.monotonic()

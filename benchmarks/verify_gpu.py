@@ -1,4 +1,4 @@
-"""What checksums cost a hand-over between GPUs: `python benchmarks/verify_gpu.py [--out]` on one GPU or two.
+"""The cost of checksums to a hand-over between GPUs: `python benchmarks/verify_gpu.py [--out]` on one GPU or two.
 
 A prefill process holds the pages of 8 prompts of 8,192 tokens (8 layers, 8 KV heads of 128, bf16: 2.15 GB), scattered; a
 decode process fetches all of them at once, with checksums and without, in turn. The figure is the time from the first `fetch`

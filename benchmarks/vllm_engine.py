@@ -114,7 +114,7 @@ class Engine:
         self._pipe.send(batch)
 
     def wait(self, seconds: float = 240) -> Any:
-        """What became of the batch by request, its seconds, and those of each step."""
+        """Wait for the batch: answers by request, its seconds, and those of each step."""
         if not self._pipe.poll(seconds):
             raise TimeoutError(f"{self.name} says nothing")
         return self._pipe.recv()

@@ -31,7 +31,7 @@ ASK = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
-"""What a proxy sends to a prefill engine, for either connector."""
+"""The parameters that a proxy sends to a prefill engine, for either connector."""
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "", "VLLM_HOST_IP": "127.0.0.1", "NO_COLOR": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -169,7 +169,7 @@ def rounds(prefill: Engine, decode: Engine, small: bool) -> dict[str, Any]:
 
 
 def log_of(logs: Path, name: str, role: str) -> Path:
-    """Where an engine of a pair writes."""
+    """The file to which an engine of a pair writes."""
     return logs / f"{name.replace(',', '').replace(' ', '-')}.{role}.log"
 
 
@@ -226,7 +226,7 @@ def loads(log: Path) -> list[float]:
 
 
 def measure(name: str, figures: dict[str, Any], engines: list[Engine], logs: Path, small: bool) -> bool:
-    """What a pair shows, into `figures`; whether tokens are not as they should be."""
+    """Measure a pair, into `figures`; return whether tokens are not as they should be."""
     try:
         for engine in engines:
             figures["vllm"] = engine.wait(600)

@@ -32,7 +32,7 @@ from kvproto.wire.enums import DType, Feature
 from kvproto.wire.messages import Columns, Grants
 
 PLAN_S, CHECK_S, CHECK_BYTES = 1.0, 0.05, 64 << 20
-"""What the slowest Description may take, from bytes to plan; and the slowest Transfer, with its memory."""
+"""Limits of the slowest Description, from bytes to plan; and of the slowest Transfer, with its memory."""
 Sizes = dict[str, int]
 RULES: dict[str, tuple[Feature, ...]] = {"even": (), "few": (Feature.FEW_SOURCES,), "one": (Feature.SPREAD_ONE,)}
 
@@ -210,7 +210,7 @@ def changed(sizes: Sizes, dice: random.Random) -> Sizes:
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What came of it, and CPU seconds."""
+    """Run `work`; return its result or its error, and CPU seconds."""
     gc.collect()
     start = time.process_time()
     try:

@@ -286,7 +286,7 @@ def _positive(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 # Costs of programs.
 
 ORIGIN = "measured on a pair of H200"
-"""Where `reference_costs` come from."""
+"""Origin of `reference_costs`."""
 
 
 @cache

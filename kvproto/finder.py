@@ -119,7 +119,7 @@ class Finder:
         return True
 
     def why(self) -> dict[str, str]:
-        """Why an engine is not known yet, by address."""
+        """Reasons that engines are not known yet, by address."""
 
         def reason(endpoint: WatchEndpoint) -> str:
             return "no answer yet" if endpoint.refused is None else str(endpoint.refused)

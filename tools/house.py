@@ -41,7 +41,7 @@ class Problem:
     path: str
     line: int
     text: str
-    """What is wrong, and what to do about it."""
+    """The problem, and what to do about it."""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.text}"

@@ -97,7 +97,7 @@ CASES = list(cases())
 
 
 def printed(arguments: list[str]) -> str:
-    """What a command prints."""
+    """The output of a command."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         status = kvproto(arguments)

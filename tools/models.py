@@ -49,7 +49,7 @@ Held = dict[int, dict[str, float]]
 
 @attrs.frozen
 class Verdict:
-    """What is known of one config."""
+    """The verdict on one config."""
 
     name: str
     word: str
@@ -58,7 +58,7 @@ class Verdict:
 
 
 def stated(config: Mapping[str, Any]) -> Held:
-    """What `describe` says that a model holds; raises KvprotoError."""
+    """The caches that `describe` says a model holds; raises KvprotoError."""
     made = describe(config)
     groups = {group.id: group for group in made.groups}
     held: Held = defaultdict(lambda: defaultdict(float))
@@ -87,7 +87,7 @@ _NAMES = {
 
 
 def allocated(config: Any) -> Held:
-    """What transformers itself allocates; raises whatever its code does."""
+    """The caches that transformers itself allocates; raises whatever its code does."""
     import torch
 
     try:

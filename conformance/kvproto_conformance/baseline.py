@@ -28,7 +28,7 @@ class Known:
     issue: str
     until: date
     expect: str = ""
-    """How the first wrong answer begins; a failure that begins otherwise is a new one."""
+    """The beginning of the first wrong answer; a failure that begins otherwise is a new one."""
 
 
 def read(path: Path) -> list[Known]:

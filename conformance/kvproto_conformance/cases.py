@@ -31,7 +31,7 @@ class Ask:
     expected: dict[str, Any]
     """The exact answer of the testee."""
     tolerance: float = 0.0
-    """How far a number of the answer may be off, as a multiple of its size or of 1, whichever is greater."""
+    """The error that a number of the answer may have, as a multiple of its size or of 1, whichever is greater."""
     more: bool = False
     """Whether the answer may have keys that are not in `expected`."""
     declined: dict[str, Any] | None = None
@@ -198,7 +198,7 @@ def _inline(file: Json, row: Json) -> Asked:
 
 
 def _json_form(file: Json, row: Json) -> Asked:
-    """What a reader of the JSON form answers: canonical bytes, or a refusal."""
+    """Cases of a reader of the JSON form: it answers canonical bytes, or a refusal."""
     kind = "struct" if "struct" in row else "message"
     question = {"op": "encode_struct" if kind == "struct" else "encode", kind: row[kind], "fields": row["fields"]}
     answer = {"bytes" if kind == "struct" else "frame": row["bytes"]} if "bytes" in row else _refused(row)

@@ -1,4 +1,4 @@
-"""What an implementation may claim (a role, a level, extensions), and which suites each claim entails."""
+"""The role, level and extensions that an implementation may claim, and which suites each claim entails."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def extensions_with(name: str) -> frozenset[str]:
 
 @attrs.frozen
 class Claim:
-    """What a testee says about itself."""
+    """The claim of a testee, by its own word."""
 
     role: str
     level: str

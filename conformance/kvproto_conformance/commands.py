@@ -45,7 +45,7 @@ _NEXT = {
 
 
 _SHOWN = 3
-"""How many errors of one kind are printed."""
+"""The number of errors of one kind that are printed."""
 
 
 class Wrong(Exception):
@@ -160,7 +160,7 @@ def _chosen(cases: list[Case], args: Namespace) -> list[Case]:
 
 
 def _asked_of(suite: str) -> str:
-    """Which claims a suite applies to."""
+    """The claims that a suite applies to."""
     asked = SUITES[suite]
     roles = ", ".join(role for role in ROLES if role in asked.roles)
     extension = f", with --extension {asked.extension}" if asked.extension else ""

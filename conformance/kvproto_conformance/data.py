@@ -1,4 +1,4 @@
-"""Where the suite's data are: in the repository, or in the installed package."""
+"""The folder of the suite's data: in the repository, or in the installed package."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 @attrs.frozen
 class Deal:
-    """How a group's tokens are dealt; all numbers are in tokens, except `page`, which is in rows."""
+    """The deal of a group's tokens; all numbers are in tokens, except `page`, which is in rows."""
 
     ranks: int
     interleave: int
@@ -44,7 +44,7 @@ class Deal:
         return rank, (runs * self.interleave + past % self.interleave) // self.step
 
     def length(self, cp_rank: int, tokens: int) -> int:
-        """How many complete rows a cp rank has below a token; the last turn is counted token by token."""
+        """The number of complete rows that a cp rank has below a token; the last turn is counted token by token."""
         if self.ranks == 1:
             return tokens // self.step
         turns, rest = divmod(max(tokens - self.origin, 0), self.interleave * len(self.order))
@@ -58,7 +58,7 @@ class Deal:
         return -(-max(self.length(rank, tokens) for rank in range(self.ranks)) // self.page)
 
     def slot(self, cp_rank: int, items: list[str], token: int) -> int | None:
-        """Where a rank holds a token; None if it does not hold it."""
+        """The place at which a rank holds a token; None if it does not hold it."""
         found = self.owner(token)
         if found is None or found[0] != cp_rank:
             return None

@@ -36,7 +36,7 @@ def group(
 
 
 def part(base: str, tokens: list[int], lse: list[float], out: list[list[float]]) -> Json:
-    """What one rank found: a log-sum-exp and an output for each row, and how many tokens each has read."""
+    """The result of one rank: a log-sum-exp and an output for each row, and how many tokens each has read."""
     shown = [[_shown(x) for x in row] for row in out]
     return {"base": base, "tokens": [str(n) for n in tokens], "lse": [_shown(x) for x in lse], "out": shown}
 

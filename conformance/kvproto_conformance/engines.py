@@ -15,7 +15,7 @@ from kvproto_conformance.testee import NOT_ASKED
 LIVE = {"L3": "session", "L4": "robust"}
 """By level, the suite. The code that runs them needs pyzmq and numpy, and is imported only for a run that has them."""
 _LINES = 300
-"""How many of the last messages of both sides a report keeps."""
+"""The number of the last messages of both sides that a report keeps."""
 _STATUS = {
     "pass": Status.PASS,
     "unasked": Status.UNASKED,
@@ -91,14 +91,14 @@ def played_alone(id: str, command: Sequence[str]) -> Any:
 
 
 def heard(said: Any) -> list[str]:
-    """What both sides of a scenario said, one message per line."""
+    """Messages of both sides of a scenario, one per line."""
     from kvproto_conformance.live import wirelog
 
     return list(wirelog.lines(said))
 
 
 def _wrong(said: Any, title: str) -> Wrong:
-    """What a scenario showed, with the checks that passed before it."""
+    """The failure that a scenario showed, with the checks that passed before it."""
     asked = {
         "op": "scenario",
         "id": said.id,

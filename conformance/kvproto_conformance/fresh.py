@@ -21,7 +21,7 @@ from kvproto_conformance.run import PROTOCOL
 
 Json = dict[str, Any]
 FRESH = 24
-"""How many of them a run has."""
+"""The number of them in a run."""
 PREFIX = "fresh/"
 """Of their ids; what follows is the id of the case that was changed."""
 _NOTE = "answers that were learnt from the vectors"

@@ -56,7 +56,7 @@ def page(report: Json) -> str:
 
 
 def _wanting(report: Json) -> str:
-    """What the cases that were left out would need."""
+    """The needs of the cases that were left out."""
     needs = [f"{cases:,} need {what}" for what, cases in report.get("wanting", {}).items()]
     return escape(f": {', '.join(needs)}") if needs else ""
 

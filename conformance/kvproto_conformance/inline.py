@@ -6,7 +6,7 @@ from typing import Any
 
 
 def taken(length: int, total: int, data: list[list[str]]) -> dict[str, Any]:
-    """What is unpacked and counted of these Data, and which was refused first and ended the transfer."""
+    """Bytes of these Data that are unpacked and counted, and the refusal that came first and ended the transfer."""
     unpacked = counted = 0
     refused: list[str] = []
     for n, (offset, size, last) in enumerate(data):

@@ -25,7 +25,7 @@ def held(group: Json, since: list[int]) -> int:
 
 
 def _before(group: Json, token: int) -> list[int]:
-    """How many rows below a token each cp rank has."""
+    """The number of rows below a token that each cp rank has."""
     found = [0] * int(group["cp_size"])
     for row in range(token // int(group["tokens_per_row"])):
         owner = _owner(group, row)
@@ -64,7 +64,7 @@ def inside_item(group: Json, cp_rank: str, first: int, end: int) -> bool:
 
 
 def items_of(group: Json, cp_rank: str, first: int, end: int) -> list[int]:
-    """Which of its own items a rank needs for tokens [first, end)."""
+    """The items of its own that a rank needs for tokens [first, end)."""
     if group["kind"] in ("RING", "SLOT"):
         return [0]
     step = int(group["tokens_per_row"])

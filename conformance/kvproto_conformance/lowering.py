@@ -60,7 +60,7 @@ class Side:
         return {row: (items[at // rows - base], at % rows) for row, at in mine.items()}
 
     def byte(self, id: str, layer: int, part: str, at: tuple[int, int], x: int) -> Place:
-        """Where byte x of the lane axis is."""
+        """The place of byte x of the lane axis."""
         group, share, columns = self.groups[id], self.shares[id], self.columns[id]
         for p, stated in enumerate(group["parts"]):
             spans = [span for span in share["lanes"] if int(span["part"]) == p]
@@ -127,7 +127,7 @@ def page_sums(source: Json, sink: Json) -> dict[str, list[str]]:
 
 
 def _byte(place: Place) -> int:
-    """What the source's memory holds, where checksums are taken of it."""
+    """A byte of the source's memory, for checksums of it."""
     region, offset = place
     return (7 * offset + region) % 256
 

@@ -37,13 +37,13 @@ SESSIONS = {
 
 @attrs.frozen
 class Version:
-    """What a version says: its registry."""
+    """The registry of a version."""
 
     facts: Json = attrs.field(repr=False)
 
     @property
     def terms(self) -> Json:
-        """What an implementation of all of it says in Hello."""
+        """The terms in Hello of an implementation of all of it."""
         protocol = self.facts["protocol"]
         features = sorted(row["value"] for row in self.facts["feature"].values())
         spoken = f"{protocol['major']}.0-{protocol['minor']}"
@@ -131,24 +131,24 @@ class Sample:
 
     @property
     def writes(self) -> Json:
-        """What is asked of who writes it."""
+        """The question to the writer."""
         op = "encode" if self.kind == "message" else "encode_struct"
         return {"op": op, self.kind: self.name, "fields": self.fields}
 
     def reads(self, written: str) -> Json:
-        """What is asked of who reads it."""
+        """The question to the reader."""
         if self.kind == "message":
             return {"op": "decode", "frame": written}
         return {"op": "decode_struct", "struct": self.name, "bytes": written}
 
     @property
     def answer(self) -> str:
-        """Where the bytes are in the answer of who writes."""
+        """The key of the bytes in the answer of who writes."""
         return "frame" if self.kind == "message" else "bytes"
 
 
 def samples(cases: Iterable[Case]) -> list[Sample]:
-    """What the vectors of a codec have written, each once."""
+    """Samples that the vectors of a codec have written, each once."""
     found: dict[str, Sample] = {}
     for case in cases:
         for ask in case.asks:
@@ -216,7 +216,7 @@ def _value(type_: str, value: Any, writer: Version, reader: Version, path: str) 
 def meet(
     said: Iterable[Sample], writer: Testee, reader: Testee, versions: tuple[Version, Version]
 ) -> Iterator[Wrong | None]:
-    """What became of each sample that was written and read; None where all is right."""
+    """Yield the error of each sample that was written and read; None if all is right."""
     for sample in said:
         expected = heard(sample, *versions)
         if expected is None:

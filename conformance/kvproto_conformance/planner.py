@@ -123,7 +123,7 @@ def _models(side: Json) -> set[str]:
 
 
 def _bytes(part: Json, lo: int, hi: int) -> list[tuple[int, int]]:
-    """Where lanes [lo, hi) lie on the lane axis: side by side, or, of a section, a bit of each lane."""
+    """The place of lanes [lo, hi) on the lane axis: side by side, or, of a section, a bit of each lane."""
     size = int(part["lane_bytes"])
     return [(lo * size, hi * size)] if lane(part) == size else [place(part, number) for number in range(lo, hi)]
 
@@ -180,7 +180,7 @@ def _rows(pieces: list[Piece], elected: list[dict[int, int]], sink: Json) -> lis
 def _families(
     have: list[Owner], want: list[Owner], encoding: str | None, at: str, part: str
 ) -> list[tuple[list[Owner], list[Owner]]]:
-    """Who may read from whom: everybody, or, where the bytes are opaque, those with the very same intervals."""
+    """Owners who may read from each other: all, or, if the bytes are opaque, those with the very same intervals."""
     if not encoding:
         return [(have, want)]
 

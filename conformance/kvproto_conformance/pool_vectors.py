@@ -52,7 +52,7 @@ def heads_between(rows: int, lanes: int, size: int) -> Strides:
 
 
 def columns(share: Owns, group: Group, *orders: Order, joint: bool = False) -> Columns:
-    """Where a share lies in its group's region: layers take turns with the orders; if `joint`, in each item."""
+    """The columns of a share in its group's region: layers take turns with the orders; if `joint`, in each item."""
     made: list[Strides] = []
     for n in range(share.layers.size):
         for p, part in enumerate(group.parts):

@@ -46,15 +46,15 @@ class Run:
     verdict: Verdict
     seconds: float
     left_out: int
-    """How many cases of the claim were filtered out, or cannot run in this suite."""
+    """The number of cases of the claim that were filtered out, or cannot run in this suite."""
     complaints: tuple[str, ...] = ()
-    """What is wrong with the baseline."""
+    """Defects of the baseline."""
     vectors: Path | None = None
     """The folder of the cases, if it is not the suite's own."""
     engines: Mapping[str, Sequence[str]] = attrs.Factory(dict)
     """By role, the command of the live engine's adapter."""
     wanting: Mapping[str, int] = attrs.Factory(dict)
-    """What the cases that were left out need, and how many need it."""
+    """Needs of the cases that were left out, and how many need each."""
 
     def json(self) -> Json:
         """The report, with the questions and answers of cases that did not pass."""
@@ -134,7 +134,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def _lacking(value: Any, schema: Json, path: str) -> Iterator[str]:
-    """What a report lacks of its schema: keys that are required, and types."""
+    """Yield what a report lacks of its schema: keys that are required, and types."""
     wanted = schema.get("type")
     if wanted and not isinstance(value, _TYPES[wanted]):
         yield f"{path or 'the whole'} is not of type {wanted}"
@@ -159,7 +159,7 @@ def headline(report: Json) -> str:
 
 
 def unasked(report: Json) -> list[str]:
-    """What was not asked of this engine and counts neither way, with the reason; empty if that is nothing."""
+    """Lines about what was not asked of this engine and counts neither way, with the reason; empty if there is none."""
     rows = [row for row in report["results"] if row["status"] == Status.UNASKED]
     said = [
         f"not asked, and not counted: {number:,} scenarios {why}: "

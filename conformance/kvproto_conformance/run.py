@@ -34,7 +34,7 @@ class Verdict(IntEnum):
 
 
 class Status(StrEnum):
-    """What became of a case."""
+    """The outcome of a case."""
 
     PASS = "pass"
     NONSTRICT = "nonstrict"
@@ -62,9 +62,9 @@ class Wrong:
     question: Json
     expected: Json
     got: Json
-    """What it answered; `{"broken": WHY}` if there was no answer."""
+    """The answer; `{"broken": WHY}` if there was none."""
     kind: str = ""
-    """How it broke: crash, timeout, garbage or given-up."""
+    """The way in which it broke: crash, timeout, garbage or given-up."""
 
     def __str__(self) -> str:
         return f"{self.question['op']}: expected {self.expected}, got {self.got}"
@@ -81,16 +81,16 @@ class Result:
     wire: tuple[str, ...] = ()
     """For a live engine whose case did not pass, what both sides said."""
     why: str = ""
-    """Why it was not asked."""
+    """The reason that it was not asked."""
 
 
 class BadGreeting(Exception):
-    """What is wrong with the answer to hello, or that there was none."""
+    """A wrong answer to hello, or none at all."""
 
 
 @attrs.frozen
 class Greeting:
-    """What a testee says about itself."""
+    """The answer of a testee to hello."""
 
     name: str = "?"
     version: str = "?"

@@ -1,4 +1,4 @@
-"""Where the bytes of a section lie on the lane axis of its part, over JSON forms."""
+"""Places of a section's bytes on the lane axis of its part, over JSON forms."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvproto_conformance.data import spec
 
 MADE = Path(__file__).resolve().parents[2] / "spec/v1/vectors"
-"""Where the scripts that make vectors write them."""
+"""The folder that the scripts which make vectors write to."""
 
 
 def text(suite: str, rows: Iterable[dict[str, Any]], **named: dict[str, Any]) -> str:

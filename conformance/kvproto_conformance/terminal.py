@@ -1,4 +1,4 @@
-"""What a run prints for people: failures first, each with its clause, its bytes, and how to repeat it."""
+"""The output of a run for people: failures first, each with its clause, its bytes, and how to repeat it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvproto_conformance.testee import NOT_ASKED
 
 Json = dict[str, Any]
 _FIRST = 10
-"""How many failures are printed by default."""
+"""The number of failures that are printed by default."""
 
 
 class Progress:

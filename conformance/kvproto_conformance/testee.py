@@ -22,14 +22,14 @@ import attrs
 
 Json = dict[str, Any]
 NOT_ASKED = "not asked"
-"""How the reason begins once a testee gets no more questions."""
+"""The beginning of the reason once a testee gets no more questions."""
 _LONGEST = 36 << 20
 """The most bytes of an answer; the longest frame in hex has 32 MiB."""
 _WORDS = 2048
-"""How many bytes of its stderr are kept."""
+"""Bytes of its stderr that are kept."""
 _STDOUT = "stdout is for answers alone, print notes to stderr"
 _START = 4
-"""How many times the patience the first answer may take, as an interpreter and its libraries have to start."""
+"""Times the patience that the first answer may take, as an interpreter and its libraries have to start."""
 _ENDING = 2.0
 """Seconds in which a testee that has closed its output ends, at most."""
 
@@ -40,7 +40,7 @@ class CannotStart(Exception):
 
 @attrs.frozen
 class Broken:
-    """What a testee did instead of answering."""
+    """The way in which a testee failed to answer."""
 
     kind: str
     """crash, timeout, garbage or given-up."""
@@ -170,7 +170,7 @@ class Testee:
             return left[:0]
 
     def _death(self, process: _Process, end: float) -> Broken:
-        """How it ended, now that its output is closed, if it does end."""
+        """The end of it, now that its output is closed, if it does end."""
         try:
             status = process.popen.wait(max(0.1, min(_ENDING, end - time.monotonic())))
         except subprocess.TimeoutExpired:

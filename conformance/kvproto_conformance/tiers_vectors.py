@@ -87,7 +87,7 @@ def _described() -> Iterator[Json]:
 
 
 def asked() -> Json:
-    """What a reader of page 1 of a prompt asks for: a target, a draft, a window and a state."""
+    """The request of a reader of page 1 of a prompt: a target, a draft, a window and a state."""
     space = tiers.namespace(DRAFT)
     ids = tiers.page_ids(space, 4, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     parts: list[Json] = [

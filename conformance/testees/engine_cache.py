@@ -1,4 +1,4 @@
-"""What a live engine in any framework has to say of its caches, so that the adapters can drive it."""
+"""Caches of a live engine in any framework, as the adapters drive them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EngineCache:
         raise NotImplementedError
 
     def get(self, key: Key, table: list[int], rows: Ints) -> Bytes:
-        """What attention finds in these rows of a request, as many bytes as `put` is given."""
+        """The bytes that attention finds in these rows of a request, as many as `put` is given."""
         raise NotImplementedError
 
     def take(self, tokens: int) -> dict[str, list[int]]:
@@ -54,7 +54,7 @@ class EngineCache:
         self.put(_key(ask), table[ask["group"]], np.arange(ask["first"], ask["first"] + len(data)), data)
 
     def read(self, table: dict[str, list[int]], ask: dict[str, Any]) -> str:
-        """What `read` asks, in hex."""
+        """The bytes that `read` asks for, in hex."""
         rows = np.arange(ask["first"], ask["first"] + ask["count"])
         return bytes(np.ascontiguousarray(self.get(_key(ask), table[ask["group"]], rows)).tobytes()).hex()
 

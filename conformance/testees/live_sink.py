@@ -18,7 +18,7 @@ Ask = dict[str, Any]
 
 
 class Decode:
-    """What the suite may ask of it."""
+    """Handlers of the suite's commands to an engine that fetches."""
 
     sink_type = Sink
 

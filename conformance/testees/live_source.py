@@ -16,7 +16,7 @@ from kvproto.planning.geometry import encode_geometry
 
 Ask = dict[str, Any]
 PAGES, HOST = 64, 1280
-"""How many pages that are kept the device and the host hold: more than one message names."""
+"""The numbers of kept pages that the device and the host hold: more than one message names."""
 NAMES = {"weights.target": "toy", "rope.target": "none", "dtype.target": "U8"}
 
 
@@ -27,7 +27,7 @@ def kept_pages(geometry: Geometry) -> Tiers:
 
 
 class Prefill:
-    """What the suite may ask of it."""
+    """Handlers of the suite's commands to an engine that computes prompts."""
 
     source_type = Source
 

@@ -41,7 +41,7 @@ def integer(frame: bytes, at: int) -> tuple:
 
 
 def answer(question: dict) -> dict:
-    """What is said to one question, without its number."""
+    """The answer to one question, without its number."""
     try:
         return {"hello": lambda: HELLO, "decode": lambda: read(bytes.fromhex(question["frame"]))}[question["op"]]()
     except Refused as refused:

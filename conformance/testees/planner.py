@@ -160,7 +160,7 @@ def compare(src: Json, dst: Json, part: Json, at: str) -> int:
 
 
 def bounds(owners: Owners) -> dict[int, int]:
-    """Where intervals begin and end, ascending, each with its place."""
+    """Bounds of intervals, ascending, each with its place."""
     return {byte: i for i, byte in enumerate(sorted({byte for _, lo, hi in owners for byte in (lo, hi)}))}
 
 

@@ -62,13 +62,13 @@ def streamed(question: Json) -> Json:
 
 
 def negotiated(question: Json) -> Json:
-    """What Welcome chooses."""
+    """The version and features that Welcome chooses."""
     version, features = negotiate(*(terms(**question[side]) for side in ("sink", "source")))
     return {"version": f"{version.major}.{version.minor}", "features": [str(feature) for feature in features]}
 
 
 def terms(versions: list[str], offered: list[str], needed: list[str]) -> Terms:
-    """What one side says of itself."""
+    """The Terms of one side."""
     spoken = [map(int, version.replace("-", ".").split(".")) for version in versions]
     ranges = [VersionRange(major=major, min_minor=low, max_minor=high) for major, low, high in spoken]
     return Terms(tuple(map(int, offered)), tuple(map(int, needed)), tuple(ranges))
@@ -154,7 +154,7 @@ def side(given: Json) -> tuple[RankLayout, dict[int, Window]]:
 
 
 def copies(question: Json) -> Json:
-    """What the program does to memory in which each byte says where it is."""
+    """The runs that the program copies, found in memory in which each byte says where it is."""
     program = lowered(question)
     sources, sinks = ({int(op[f"{name}_region"]) for op in program.ops} for name in ("source", "sink"))
     marked = {region: marks(region) for region in sources}
@@ -193,7 +193,7 @@ def sums(question: Json) -> Json:
 
 
 def late(question: Json) -> Json:
-    """What a source serves of a window."""
+    """Return what a source serves of a window."""
     group, grant = from_json(Group, question["group"]), from_json(Grants, question["grant"])
     share = owns(group, [0], None, int(question["cp_rank"]))
     sink = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(share,)),))
@@ -211,7 +211,7 @@ def late(question: Json) -> Json:
 
 
 def packed(question: Json) -> Json:
-    """Where each byte of the stream is at the source, and where the sink puts it."""
+    """The place of each byte of the stream at the source, and where the sink puts it."""
     program = lowered(question)
     sources, sinks = ({int(op[f"{name}_region"]) for op in program.ops} for name in ("source", "sink"))
     planes, streams = [{r: memoryview(marks(r)[i]) for r in sources} for i in range(3)], []
@@ -250,7 +250,7 @@ class Counting:
 
 
 def inline(question: Json) -> Json:
-    """What becomes of Data at a sink."""
+    """Receive Data as a sink does; return what becomes of it."""
     came, reader, into = Came(total=int(question["total"])), InlineReceiver(0), Counting(int(question["length"]))
     reader.open(1, into)
     refused: Json = {}

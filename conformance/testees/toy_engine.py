@@ -104,7 +104,7 @@ def keys_of(ask: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def options_of(ask: dict[str, Any], folder: Path) -> Options:
-    """What an engine is opened with: it offers PULL wherever memory is shared, and by NIXL has staging slots."""
+    """Options to open an engine with: it offers PULL wherever memory is shared, and by NIXL has staging slots."""
     transport = ask["transport"].lower()
     chosen: Any = NixlTransport(WriteMode.PACKED, SLOTS, SLOT) if transport == "nixl" else transport
     return Options(transports=[chosen], verify=ask.get("verify", True), pull=transport == "shm", **keys_of(ask, folder))

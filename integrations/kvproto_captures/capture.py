@@ -52,7 +52,7 @@ class RawMessage:
         return self.form != "frames" or list(self.value[: len(message.head)]) == message.head
 
     def summary(self) -> str:
-        """What it holds, for an error."""
+        """Its contents, for an error."""
         if self.form == "frames":
             return f"{len(self.value)} frames, the first {self.value[0][:16].hex() if self.value else 'absent'}"
         return f"{self.kind or type(self.value).__name__} of {', '.join(map(str, islice(self.value, 8)))}"

@@ -35,7 +35,7 @@ class Interpretation:
 
     @property
     def whose(self) -> str:
-        """Whose words it has: "rank", "next" for the rank whose message follows, or "fleet"; empty for none."""
+        """The owner of its words: "rank", "next" for the rank whose message follows, or "fleet"; empty for none."""
         return next((message.states for message, *_ in self._nested() if message.states), "")
 
     def stated(self) -> Iterator[tuple[str, Any, str]]:
@@ -166,7 +166,7 @@ class _Parser:
     table: EngineTable
     release: str
     recognised: list[str] = attrs.field(factory=list)
-    """What was right, by which the likeliest of several errors is chosen."""
+    """Guards, names and markers that matched, by which the likeliest of several errors is chosen."""
 
     def fields(self, message: MessageTable, value: Any, path: str) -> dict[str, Any]:
         """Values by field."""

@@ -51,7 +51,7 @@ class MessageTable:
     doc: str = ""
     guard: str = ""
     states: str = ""
-    """Whose words it has: "rank", "fleet", or "next" for the rank whose message follows."""
+    """The owner of its words: "rank", "fleet", or "next" for the rank whose message follows."""
     classes: tuple[str, ...] = attrs.field(default=(), converter=tuple)
     """Names of its class in pickles."""
     marker: str = ""

@@ -1,1 +1,1 @@
-"""What the adapters of engines have in common: facts that two different engines state alike."""
+"""Shared parts of the adapters of engines: facts that two different engines state alike."""

@@ -1,4 +1,4 @@
-"""What an engine states, as a file that `kvproto check` and `kvproto plan` read."""
+"""The Description of an engine, as a file that `kvproto check` and `kvproto plan` read."""
 
 from __future__ import annotations
 

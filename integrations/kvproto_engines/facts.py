@@ -1,4 +1,4 @@
-"""What has to be equal in two engines so that bytes mean the same; each adapter makes it of its engine's own config."""
+"""Facts that two engines must share for bytes to mean the same; each adapter makes them of its engine's config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROPE = (
     "mscale", "mscale_all_dim", "attention_factor", "short_factor", "long_factor", "mrope_section",
     "partial_rotary_factor",
 )  # fmt: skip
-"""What changes a rotary embedding, beside its base and type; engines add names of their own."""
+"""Settings that change a rotary embedding, beside its base and type; engines add names of their own."""
 
 
 def digest_of(form: Any) -> str:

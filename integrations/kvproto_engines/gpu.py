@@ -1,4 +1,4 @@
-"""When pages on a GPU are written: nothing here waits for the device."""
+"""Events after which pages on a GPU are written: nothing here waits for the device."""
 
 from __future__ import annotations
 

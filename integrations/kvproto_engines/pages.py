@@ -1,4 +1,4 @@
-"""Where K and V of a head lie in a page of a packed back end: by strides where these say it, else by an encoding.
+"""Places of K and V of a head in a page of a packed back end: by strides where these say it, else by an encoding.
 
 A page of vLLM's `CPU_ATTN` is [heads, tokens, 2 * head_dim] in name only: of each head it has all of K, then all of V,
 and each half in an order that suits the machine's instructions. The order is measured once, by packing the numbers of

@@ -65,7 +65,7 @@ def _sources(where: str, given: Any) -> dict[tuple[str, int], Seed]:
 
 
 def of_environment(variable: str, such_as: str) -> Any:
-    """What an environment variable says: a JSON object, or the path of one. Raises LocalError where it says neither."""
+    """The settings in an environment variable: a JSON object, or its path. Raises LocalError if it says neither."""
     text, mine = os.environ.get(variable, ""), "a JSON object, or the path of one"
     if not text:
         raise refuse(variable, "", mine, "nothing", f"such as {such_as}")

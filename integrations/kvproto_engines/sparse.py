@@ -1,4 +1,4 @@
-"""What DeepSeek's kernels of sparse attention read, whichever engine runs them: a row of quantized MLA, and an index.
+"""Pages for DeepSeek's kernels of sparse attention, whichever engine runs them: a row of quantized MLA, and an index.
 
 A row is the latent in FP8, a scale for each 128 elements, and the rotary key in BF16. A page of the index is the keys
 of all its tokens, then their scales.

@@ -1,4 +1,4 @@
-"""What the tiers of two different engines have in common: settings, and what names the pages (spec/v1/tiers.md)."""
+"""Shared parts of the tiers of two engines: settings, and the names of pages (spec/v1/tiers.md)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ONLY_TOKENS", "Tiered", "names_of", "read"]
 _WORDS = {DType.F32: "float32", DType.F16: "float16", DType.BF16: "bfloat16"}
 """Element types as configs of models call them; others have the names of the registry, in lower case."""
 ONLY_TOKENS = "layers whose pages hold all tokens, in one block table"
-"""What is kept."""
+"""The layers whose pages are kept."""
 
 
 @attrs.frozen(kw_only=True)
@@ -62,7 +62,7 @@ def read(where: str, cls: type[Any], given: Any, sizes: tuple[str, ...], seconds
 
 
 def names_of(geometry: Geometry) -> dict[str, str]:
-    """What computes an engine's pages: its facts, and the element types of the target and its draft.
+    """Names of what computes an engine's pages: its facts, and the element types of the target and its draft.
 
     Raises LocalError where nothing names the weights.
     """

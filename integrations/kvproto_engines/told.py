@@ -1,4 +1,4 @@
-"""What an engine's log says of a hand-over."""
+"""Lines of an engine's log about a hand-over."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def follow(logger: logging.Logger) -> None:
 
 
 def error_of(request: Request) -> Exception | None:
-    """Why a request that is over was not handed over; None where it was."""
+    """The reason that a request that is over was not handed over; None if it was."""
     try:
         result = request.result
     except Exception as error:

@@ -11,7 +11,7 @@ __all__ = ["register", "ticket_of"]
 
 
 def register() -> None:
-    """What SGLang calls in each of its processes: entry point of the group `sglang.srt.plugins`."""
+    """Install the back end: SGLang calls this in each of its processes, by entry point group `sglang.srt.plugins`."""
     from kvproto_sglang.plugin import install
 
     install()

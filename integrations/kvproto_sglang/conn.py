@@ -80,7 +80,7 @@ class Manager(base.BaseKVManager):
             self.sink = Sink(settings.name, self.opened.pool, dict(settings.sources), settings.options)
 
     def _engine(self, queue: Any) -> Engine:
-        """What SGLang has, of the target and of its draft."""
+        """SGLang's objects for the target and for its draft."""
         scheduler, draft, args = queue.scheduler, queue.draft_token_to_kv_pool, self.kv_args
         runners = [scheduler.tp_worker.model_runner]
         if draft is not None:

@@ -43,7 +43,7 @@ class Layout:
 
 @attrs.frozen
 class Engine:
-    """What SGLang has at the start of a rank.
+    """The objects that SGLang has at the start of a rank.
 
     Fields:
         pools: The KVCache of the target, and that of its draft where there is one.
@@ -145,7 +145,7 @@ def _check(engine: Engine, stated: list[Stated]) -> None:
 
 
 def facts(number: int, models: Any, server: Any, weights: Any, scales: Any, stated: list[Stated]) -> dict[str, str]:
-    """What has to be equal so that bytes of the target, or of the draft, mean the same.
+    """Facts that have to be equal so that bytes of the target, or of the draft, mean the same.
 
     `weights` names those of the target; `models`, `server` and `scales` are as in `Engine`.
     """

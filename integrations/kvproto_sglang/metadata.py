@@ -52,11 +52,11 @@ PARTS = {
     "sglang.draft_index": Part(DType.I32, "output_dsa_topk_indices", True),
 }
 MASKED = ("sglang.mask_length", "sglang.mask_tokens", "sglang.mask_logprobs")
-"""What a request with a sampling mask needs."""
+"""Parts that a request with a sampling mask needs."""
 DRAFTED = ("hidden", "sglang.draft_probs", "sglang.draft_tokens", "sglang.draft_index")
-"""What the first step of a draft needs."""
+"""Parts that the first step of a draft needs."""
 SETS: Mapping[str, tuple[str, ...]] = {"all": tuple(PARTS), "token": ("token",), "request": ()}
-"""What a decode engine asks of those that prefill for it, by the setting `metadata`."""
+"""Parts that a decode engine asks of those that prefill for it, by the setting `metadata`."""
 
 
 def names_of(buffers: Any, chosen: str, draft: bool) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ def cache_of(buffers: Any, names: tuple[str, ...]) -> list[Cache]:
 
 
 def read(buffers: Any, row: int, names: tuple[str, ...]) -> dict[str, dict[str, bytes]]:
-    """What SGLang wrote into a row, as `Request.finish` takes it."""
+    """Read what SGLang wrote into a row, as `Request.finish` takes it."""
     found = {name: _row(buffers, name, row).numpy().tobytes() for name in names}
     return {GROUP: found} if names else {}
 

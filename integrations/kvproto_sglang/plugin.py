@@ -1,4 +1,4 @@
-"""How SGLang comes to know the back end: a name among its choices, and hooks of its own plug-in framework."""
+"""Registration of the back end in SGLang: a name among its choices, and hooks of its own plug-in framework."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvproto_sglang.tiers.hooks import HOOKS
 __all__ = ["NAME", "install"]
 
 NAME = "kvproto"
-"""What `--disaggregation-transfer-backend` says."""
+"""The value of `--disaggregation-transfer-backend`."""
 
 
 def install() -> None:
@@ -87,4 +87,4 @@ _HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
     ("mem_cache.memory_pool.MambaPool.__init__", _allocated, "AROUND"),
     ("mem_cache.memory_pool.MHATokenToKVPool.get_contiguous_buf_infos", _placed, "AROUND"),
 )
-"""What of SGLang is hooked, below sglang.srt."""
+"""Functions of SGLang that are hooked, by their names below sglang.srt."""

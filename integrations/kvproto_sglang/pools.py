@@ -1,4 +1,4 @@
-"""How SGLang's pools are stated: each by its very class, as those that derive from it hold something else.
+"""Statements of SGLang's pools: each by its very class, as those that derive from it hold something else.
 
 Tensors are SGLang's own, on the CPU or on a GPU, in any order that their strides say: [slot, head, dim] with the slots
 of a page one after another (NHD), [page, head, token, dim] (HND), or [slot, 1, latent] (MLA).
@@ -22,7 +22,7 @@ __all__ = ["FLAT", "KINDS", "state"]
 
 
 def state(pool: Any, owner: Owner, kinds: Iterable[str] | None = None) -> list[Stated]:
-    """What a pool of a model holds; raises LocalError for a class that is not one of `kinds`, or of `KINDS`."""
+    """The caches in a pool of a model; raises LocalError for a class that is not one of `kinds`, or of `KINDS`."""
     kind, known = type(pool).__name__, sorted(KINDS if kinds is None else kinds)
     if kind not in known:
         raise refused(f"KV pool of the {owner.of}", f"one of {known}", kind)

@@ -27,10 +27,10 @@ class Receiving:
         self._end, self._resolved = 0, False
         self._fetch: Fetch | None = None
         self._due: tuple[Callable[[], bool], dict[str, list[int]], dict[str, int]] | None = None
-        """What to fetch as soon as this says so."""
+        """The condition on which the fetch begins, its page tables, and the first tokens that it wants, by group."""
 
     def begin(self, ticket: Ticket, prompt: Prompt, tokens: int) -> None:
-        """What is to be fetched: so many tokens of the prompt."""
+        """Note what is to be fetched: so many tokens of the prompt."""
         self._about, self._end = (ticket, prompt), tokens
 
     def resolve(self, replica: int | None) -> None:
@@ -87,7 +87,7 @@ class Receiving:
 
     @property
     def arrived(self) -> Arrived | None:
-        """What came, once all is there."""
+        """The result of the fetch, once all is there."""
         if self._fetch is None or not self._fetch.done:
             return None
         try:

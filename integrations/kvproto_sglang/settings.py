@@ -1,4 +1,4 @@
-"""What a user says of the back end: the environment variable KVPROTO_SGLANG, a JSON object or the path of one."""
+"""The user's settings of the back end: the environment variable KVPROTO_SGLANG, a JSON object or the path of one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Settings:
         return cls(**made)
 
     def listen_of(self, replica: int, replicas: int) -> str:
-        """Where the ranks of one of the replicas listen; raises LocalError where all would in one place."""
+        """The address of the ranks of one of the replicas; raises LocalError if all would listen at one."""
         listen = str(self.listen)
         if replicas > 1 and "{replica}" not in listen:
             mine, advice = f"{replicas} replicas with addresses of their own", 'put "{replica}" into it'

@@ -1,4 +1,4 @@
-"""How a transfer stands, in SGLang's terms."""
+"""The state of a transfer, in SGLang's terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is stated of a pool, whose it is, and which pages of a request stand in the page table of each group.
+"""Groups that are stated of a pool, its owner, and which pages of a request stand in the page table of each group.
 
 SGLang says a request's pages chunk by chunk. With the last chunk it says of each component of its state which items are
 the request's: pages of a sliding window, from the first one that the window needs, or the slot of a recurrent state.

@@ -1,4 +1,4 @@
-"""How SGLang's recurrent states are stated: of Mamba 2, of gated and Kimi's delta nets, and of short convolutions.
+"""Statements of SGLang's recurrent states: of Mamba 2, of gated and Kimi's delta nets, and of short convolutions.
 
 A request has one slot. It holds the last inputs of a convolution, [channel, input] (Kimi's: [input, channel]), and a
 matrix a head, but for short convolutions. What a convolution has one after another, ranks divide each on its own.
@@ -40,7 +40,7 @@ def recurrent(pool: Any, owner: Owner) -> list[Stated]:
 
 
 def _blocks(pool: Any, owner: Owner, channels: int) -> list[Block]:
-    """What the convolution of all ranks has one after another: `channels`, but where ranks hold the same groups."""
+    """Blocks of the convolution of all ranks, in order: `channels`, but where ranks hold the same groups."""
     matrix, tp, text = pool.mamba_cache.temporal, owner.tp, owner.model.hf_text_config
     if sizes := [int(size) for size in pool.conv_shard_groups or ()]:
         if sum(sizes) != channels or any(size % tp for size in sizes):

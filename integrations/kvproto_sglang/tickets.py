@@ -1,4 +1,4 @@
-"""What a request of SGLang says of its hand-over: the ticket, what is computed, and the first token where it has it.
+"""Hand-over data in a request of SGLang: the ticket, what is computed, and the first token where it has it.
 
 SGLang's load balancer gives both engines one body with `bootstrap_host`, `bootstrap_port` and a random
 `bootstrap_room`. The room is the ticket: both engines make the same key of it. A router that has a ticket of another
@@ -47,7 +47,7 @@ def ticket_of(room: int, engine: str, replica: int = 0, deadline: float = DEADLI
 
 @attrs.frozen
 class Asked:
-    """What one request asks for.
+    """The hand-over that one request asks for.
 
     Fields:
         prompt: What the engines agree on.
@@ -65,7 +65,7 @@ class Asked:
 
 
 def asked_of(request: Any) -> Asked:
-    """What a request of SGLang asks for; raises KvprotoError for what cannot be handed over."""
+    """Read a request of SGLang; raises KvprotoError for what cannot be handed over."""
     check_whole("bootstrap_room", request.bootstrap_room, *_ROOMS)
     for name, what in (("input_embeds", "embeddings"), ("lora_id", "a LoRA adapter, whose id no other engine knows")):
         if getattr(request, name, None) is not None:

@@ -1,4 +1,4 @@
-"""Which layer of a model has which cache, according to its Hugging Face config.json; there are many ways to say it."""
+"""Caches of a model's layers, according to its Hugging Face config.json; there are many ways to state them."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

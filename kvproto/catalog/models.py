@@ -80,7 +80,7 @@ def with_windows(geometry: Geometry, configs: Iterable[Config]) -> Geometry:
 
 
 _REACH = {"window": "sliding_window", "chunked": "attention_chunk_size"}
-"""Where a config says how many tokens a layer of each kind attends to."""
+"""Fields of a config that say how many tokens a layer of each kind attends to."""
 
 
 def _kinds(config: Config) -> list[str]:
@@ -363,7 +363,7 @@ class KvDtype:
     scaled: bool = False
     """Whether an F32 scale follows K and V of each token and head."""
     row: str = "never"
-    """When a latent and its rotary key form a packed row with scales: never, always, or indexed (with an indexer)."""
+    """Whether a latent, its rotary key and scales form a packed row: never, always, or indexed (with an indexer)."""
     packed: tuple[DType, int, DType, DType, str | None] = (DType.F8E4M3, 128, DType.F32, DType.BF16, None)
     """Types of the latent, of the scale of so many elements, and of the rotary key, and the encoding of the scales."""
     blocks: tuple[int, DType] | None = None

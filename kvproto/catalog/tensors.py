@@ -1,4 +1,4 @@
-"""Where an engine's tensors put the caches of a rank: pools as orders of axes, and the columns that follow.
+"""Places of a rank's caches in an engine's tensors: pools as orders of axes, and the columns that follow.
 
 An order names axes, outermost first: L layer, P part, B block (an item), N token (a row), H head (a lane); the elements
 of a lane come last and are not named. Each place on the axes before a bar has its own tensor. "L|PBNH" is a tensor for

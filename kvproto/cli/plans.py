@@ -350,7 +350,7 @@ def spread(rule: str, pairs: Mapping[tuple[int, int], Runs], costs: Sequence[Cos
 
 
 def advise_spread(rules: Iterable[Spread]) -> str:
-    """Which rule serves a request fastest, and up to which rate of requests it does."""
+    """The rule that serves a request fastest, and up to which rate of requests it does."""
     ranked = sorted(rules, key=lambda rule: (round(rule.seconds, 6), -rule.rate))
     fastest, most = ranked[0], max(ranked, key=lambda rule: rule.rate)
     if fastest.rate >= most.rate:

@@ -59,7 +59,7 @@ def _lanes(column: PartLanes) -> str:
 
 
 def _tokens(range_: Range) -> str:
-    """Which tokens a rank has, if ranks deal them."""
+    """The tokens that a rank has, if ranks deal them."""
     if range_.cp_size == 1:
         return ""
     begin = f" from token {range_.origin}" if range_.origin else ""
@@ -194,7 +194,7 @@ def slices(source: Geometry, sink: Geometry, plan: Plan) -> Iterator[Slice]:
 
 
 def _range(rank: RankLayout, group: int, part: str, layers: Intervals, lo: int, hi: int, cp_rank: int) -> Range:
-    """Where a rank holds bytes [lo, hi) of global layers, by its own layers and lanes, counted from 0."""
+    """The place of bytes [lo, hi) of global layers on a rank, by its own layers and lanes, counted from 0."""
     share, stated = rank.shares[group], rank.groups[group]
     columns = [
         PartLanes(name, lanes, p.lane_bytes)

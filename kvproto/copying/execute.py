@@ -270,7 +270,7 @@ _ROUNDS = tuple((np.uint64(s), np.uint64(f)) for s, f in ((30, 0xBF58476D1CE4E5B
 _FIELDS = list(OP.names or ())
 _LANES = slice(_FIELDS.index("lanes"), _FIELDS.index("lane_bytes") + 1)
 _AT = {side: slice(at := _FIELDS.index(f"{side}_region"), at + 7) for side in ("source", "sink")}
-"""Where the fields of each side are in an operation."""
+"""Positions of each side's fields in an operation."""
 _OFFSETS = [_FIELDS.index(f"{side}_offset") for side in ("source", "sink")]
 _SAME = [
     n for n, name in enumerate(_FIELDS) if n not in _OFFSETS and name not in ("model", "layer", "part", "lo", "seed")

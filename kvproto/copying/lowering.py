@@ -95,7 +95,7 @@ _WORDS = np.dtype((np.void, OP.itemsize))
 _STRIDES = ("item_stride", "row_stride", "lane_stride")
 _PLACE = ("region", "offset", "item_stride", "row_stride", "items")
 _LayerColumn = dict[str, IntArray]
-"""Where the layers of a column lie: arrays [layers] by field."""
+"""Places of the layers of a column: arrays [layers] by field."""
 
 
 @attrs.frozen
@@ -112,7 +112,7 @@ class _LanePiece:
 
 @attrs.frozen
 class _StoredPart:
-    """Where one side stores some layers of a part: its column, or a column for each of its sections."""
+    """The place where one side stores some layers of a part: its column, or a column for each of its sections."""
 
     side: Side
     layout: RankLayout
@@ -325,7 +325,7 @@ class _MovedRows:
     first: IntArray
     length: IntArray
     starts: IntArray
-    """Where each interval begins on the axis [n]."""
+    """Beginnings of the intervals on the axis [n]."""
     total: int
     """The length of the axis."""
     places: IntArray
@@ -343,7 +343,7 @@ class _Segments:
     """One side's segments of the axis of rows, each in one item."""
 
     at: IntArray
-    """Where each begins on the axis [segments]."""
+    """Beginnings of the segments on the axis [segments]."""
     item: IntArray | None
     """None if the pool counts as one item."""
     row: IntArray

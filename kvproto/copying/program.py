@@ -73,7 +73,7 @@ class Operations:
 
     @cached_property
     def places(self) -> dict[Side, list[_Place] | None]:
-        """Where each operation lies on each side; None if the rows of one of them are not contiguous there."""
+        """Places of the operations on each side; None if the rows of one of them are not contiguous there."""
         return {"source": self._places("source"), "sink": self._places("sink")}
 
     def _places(self, side: Side) -> list[_Place] | None:

@@ -10,7 +10,7 @@ class Piece(Protocol):
     """At the source: bytes of a stream that a message carries or announces."""
 
     def notice(self, session: int, sequence: int) -> Chunk | Data:
-        """That message."""
+        """Make the Data that carries it, or the Chunk that announces it."""
 
 
 class Receiver(Protocol):

@@ -139,7 +139,7 @@ def check_public(path: str, key: object) -> bytes:
 
 
 def _flaw(text: str) -> str:
-    """Why a text is no key, without repeating it; empty if it is one."""
+    """The reason that a text is no key, without repeating it; empty if it is one."""
     if len(text) != _CHARACTERS:
         return f"{len(text)} characters"
     if strange := sum(character not in _ALPHABET for character in text):

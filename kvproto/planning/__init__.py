@@ -1,1 +1,1 @@
-"""Who sends what to whom, from what each rank owns; nothing here knows an address, a request or a transport."""
+"""Plans of who sends what to whom, from what each rank owns; knows no address, no request and no transport."""

@@ -90,7 +90,7 @@ def _fact_differences(source: Geometry, sink: Geometry) -> Iterator[tuple[str, s
 
 
 def first_difference(one: Geometry, other: Geometry) -> tuple[str, str, str]:
-    """Where two Descriptions first differ, as (path, the value of `one`, the value of `other`); they must differ."""
+    """The first difference of two Descriptions that differ, as (path, the value of `one`, the value of `other`)."""
     for path, a, b, _ in _fact_differences(one, other):
         return path, a, b
     return next(_differing("", one, other), ("digest", "one", "another"))

@@ -1,4 +1,4 @@
-"""Who could send each byte to whom: what both sides own, cut into pieces (spec/v1/planning.md, steps 1 to 3)."""
+"""Possible senders and receivers of bytes: what both sides own, cut into pieces (spec/v1/planning.md, steps 1 to 3)."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator

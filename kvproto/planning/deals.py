@@ -31,7 +31,7 @@ class _Turn:
     runs: IntArray
     """The runs of cp rank 0, ascending, then those of cp rank 1, and so on [runs]."""
     ends: IntArray
-    """Where the runs of each cp rank end in `runs` [cp_size]."""
+    """Ends of each cp rank's runs in `runs` [cp_size]."""
 
     def of(self, cp_rank: int) -> IntArray:
         """The runs of a cp rank, ascending."""

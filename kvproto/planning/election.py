@@ -80,7 +80,7 @@ class _RaggedRows:
 def elect(
     pieces: PieceTable, layers: Sequence[Layers], sets: Sequence[Ranks], ordinal: int, features: Collection[int]
 ) -> ShareTable:
-    """Who sends each piece to its needy ranks, in which layers, for sink replica `ordinal` (KVP-PLAN-TURN, -SPREAD)."""
+    """Elect senders of pieces to their needy ranks, by layers, for sink replica `ordinal` (KVP-PLAN-TURN, -SPREAD)."""
     ranks = _RaggedRows.of(sets)
     bounds = _RaggedRows.of([[*chain.from_iterable(intervals)] for intervals in layers])
     c, m = ranks.size[pieces.candidates], ranks.size[pieces.needy]

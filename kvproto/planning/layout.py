@@ -52,7 +52,7 @@ class Parallel:
     virtual: int = 1
     """Virtual stages: chunks of layers that each pipeline rank holds; chunk i is on stage i mod pp."""
     deal: str | tuple[int, ...] = "cyclic"
-    """Which cp or dcp rank takes each run of `interleave` tokens: a name of `DEALS`, or the ranks until they repeat."""
+    """The cp or dcp rank of each run of `interleave` tokens: a name of `DEALS`, or the ranks until they repeat."""
 
     def check(self, of: str = "") -> None:
         """Raise LocalError(OUT_OF_RANGE) for sizes that no engine can have; `of` goes before names of arguments."""

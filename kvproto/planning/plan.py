@@ -1,4 +1,4 @@
-"""Who sends what to whom: the intersection of what the source's ranks and the sink's ranks own.
+"""The plan of who sends what to whom: the intersection of what the source's ranks and the sink's ranks own.
 
 The space is model x layer x part x lane x token class; a lane bound is in bytes along the part's lane axis, so that the
 two sides may cut lanes differently. Nothing here knows a parallel size, an attention kind or an address.

@@ -65,7 +65,7 @@ def check_request(ticket: Any, prompt: Any, call: Any, geometry: Geometry) -> No
 
 
 def ends_of(prompt: Prompt, tokens: int | Mapping[str, int] | None, least: int) -> tuple[int, Mapping[str, int]]:
-    """Where a fetch ends, in tokens and on each other axis, by default whole; raises LocalError(OUT_OF_RANGE)."""
+    """The end of a fetch, in tokens and on each other axis, by default whole; raises LocalError(OUT_OF_RANGE)."""
     named = tokens if isinstance(tokens, Mapping) else {} if tokens is None else {TOKENS: tokens}
     axes = dict(prompt.axes)
     if unknown := [name for name in named if name not in (TOKENS, *axes)]:

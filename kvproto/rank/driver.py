@@ -64,7 +64,7 @@ class Driver:
         self._later: deque[Callable[[], object]] = deque()
         self._epoll = select.epoll()
         self._watched: Mapping[int, object] = {}
-        """What the node's `filenos` returned last."""
+        """The last answer of the node's `filenos`."""
         self._ready: list[int] | None = None
         """Descriptors that were readable at the last poll, until a turn has seen them; None if there was no poll."""
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -76,13 +76,13 @@ class Driver:
         self._calling: int | None = None
         """The thread that runs callbacks."""
         self._due: float | None = 0.0
-        """When the next turn is due, as the last one left it; None if no timer is set."""
+        """The time of the next turn, as the last one left it; None if no timer is set."""
         self.stepped = False
         """Whether `step` was ever called."""
         self.failure: BaseException | None = None
         """The error after which no further turn is possible."""
         self._uncalled: BaseException | None = None
-        """Why a callback could not be run; the next turn fails with it."""
+        """The error of a callback that could not be run; the next turn fails with it."""
         self._exit = partial(_at_exit, weakref.WeakMethod(self.close))  # an object that atexit.unregister recognizes
         self._thread = threading.Thread(target=self._run, name=f"kvproto {name}", daemon=True) if thread else None
 

@@ -30,7 +30,7 @@ class Handle(Generic[Result]):
     def __init__(self, rank: EngineRank) -> None:
         self._rank = rank
         self.began = time.monotonic()
-        """When the operation was requested, in seconds of `time.monotonic`."""
+        """The time at which the operation was requested, in seconds of `time.monotonic`."""
         self._ended = threading.Event()
         self._callbacks: list[Callable[[Any], object]] = []
         self._result: Result | None = None
@@ -130,7 +130,7 @@ class Withdrawal(Handle[PoolFree]):
 
     @property
     def holders(self) -> tuple[str, ...]:
-        """Who may still read or write the memory, for display; may be called from any thread."""
+        """Parties that may still read or write the memory, for display; may be called from any thread."""
         return self.lent.holders if self.lent is not None and not self.done else ()
 
     def _give_up(self, error: KvprotoError) -> None:
@@ -147,7 +147,7 @@ class LentPool:
     withdrawal: Withdrawal | None = None
     """The handle by which the engine waits for it; None unless it was taken back."""
     holders: tuple[str, ...] = ()
-    """Who may still use it after it was taken back, for display; never modified in place, so any thread may read it."""
+    """Parties that may still use it after it was taken back, for display; never modified, so any thread may read it."""
 
 
 L = TypeVar("L", bound=LentPool)

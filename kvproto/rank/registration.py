@@ -55,7 +55,7 @@ class PeerMapping:
     """The memory of one session's peer, mapped here."""
 
     register: Register = attrs.field(repr=False)
-    """What the peer has registered: a sink's memory to write, or a source's to read."""
+    """The memory that the peer has registered: a sink's to write, or a source's to read."""
     described: Described = attrs.field(repr=False)
     """The Descriptions and the plan of its transfers."""
     transport: Transport

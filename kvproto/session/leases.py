@@ -23,7 +23,7 @@ class Loan:
     request: int
     """The request id of the Offer."""
     end: float
-    """When the lease ends."""
+    """The end of the lease."""
     latest: float
     """The ticket's deadline, beyond which no lease extends."""
     renewed: tuple[int, int] = (0, 0)
@@ -36,13 +36,13 @@ class Lease:
 
     offer: Offer
     end: float
-    """When the lease ends."""
+    """The end of the lease."""
     length: float
     """The length of the lease in seconds."""
     renewal: int | None = None
     """The request id of a Renew under way."""
     sent: float = 0.0
-    """When that Renew was first sent."""
+    """The time at which that Renew was first sent."""
     reported: bool = False
     """Whether the offer was reported to the engine."""
     reading: bool = False
@@ -64,7 +64,7 @@ class Lease:
 
     @property
     def renew_at(self) -> float:
-        """When to ask for more time."""
+        """The time at which to ask for more."""
         return self.end - _RENEW * self.length
 
     def renewed(self, lease: int) -> None:

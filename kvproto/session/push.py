@@ -172,7 +172,7 @@ def check_outcome(described: Described, features: Collection[int], message: m.Do
 
 
 def check_begins(attempt: SinkAttempt, begins: tuple[m.Begin, ...] | None) -> dict[int, int]:
-    """Where late windows begin, by group id; raises BAD_GRANT for what was not asked for (KVP-GRANT-BEGINS)."""
+    """Beginnings of late windows, by group id; raises BAD_GRANT for what was not asked for (KVP-GRANT-BEGINS)."""
     for i, begin in enumerate(begins or ()):
         if begin.group not in attempt.late:
             mine, yours = f"late windows of groups {sorted(attempt.late)}", str(begin.group)

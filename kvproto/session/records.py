@@ -81,7 +81,7 @@ class SourceAttempt(Attempt):
     served: bool = False
     """Whether the sink has acknowledged it, so that it is over."""
     lost: KvprotoError | None = None
-    """Why the sink may not have it, although it did not abort it."""
+    """The reason that the sink may not have it, although it did not abort it."""
     end: int | None = None
     """The token below which every row that can be sent early has its item; None if all of them have."""
     grant: int = 0
@@ -136,7 +136,7 @@ class SinkAttempt(Attempt):
     owned: Owned = attrs.field(kw_only=True, repr=False)
     """The epoch of its items."""
     asked: float = 0.0
-    """When its Transfer was first sent."""
+    """The time at which its Transfer was first sent."""
     request: int = 0
     """The request id of the Transfer."""
     ask: PendingMessage | None = None
@@ -206,7 +206,7 @@ class Answer:
     handoff: tuple[m.HandOff, ...] = ()
     checksums: tuple[m.Checksum, ...] | None = None
     begins: tuple[m.Begin, ...] = ()
-    """Where late windows begin."""
+    """Beginnings of late windows."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class PendingMessage:
     frame: bytes = attrs.field(repr=False)
     kind: type[Any]
     until: float
-    """When it is given up."""
+    """The time at which it is given up."""
     on_error: Callable[[RemoteError, float], None] | None
     """Called if the peer answers with Error."""
     about: int

@@ -53,7 +53,7 @@ class SinkSession(Session):
         self.transfers = SinkTransfers(self)
         self.intent: SinkIntent | None = None
         self.revoked: RemoteError | None = None
-        """Why the source no longer allows this session, if so."""
+        """The error by which the source no longer allows this session, if so."""
         self.forgotten = False
         """Whether the source goes on, in the same run, but has forgotten this session, as this side was long silent."""
         self._replica, self._rank = replica, rank

@@ -408,7 +408,7 @@ class SinkEndpoint(Endpoint):
         self._after(now)
 
     def holders(self, exposed: Exposed) -> list[str]:
-        """Who may still read or write a pool, for display; it is free when the list is empty (KVP-EPO-FREE)."""
+        """Parties that may still read or write a pool, for display; it is free once there are none (KVP-EPO-FREE)."""
         names = [session.name for session in self.sessions.values() if self._holds(session, exposed)]
         unproven = [attempt for transfer in self._unproven if transfer.into is exposed for attempt in transfer.unproven]
         under_way = any(transfer.into is exposed for transfer in self.transfers)
@@ -695,7 +695,7 @@ def disagreement(
 
 
 def _hindrances(sessions: Collection[SinkSession]) -> list[str]:
-    """Why transfers with a source replica cannot begin yet, by source rank, for display."""
+    """Reasons that transfers with a source replica cannot begin yet, by source rank, for display."""
     waits, error = [], None
     for session in sessions:
         if (awaited := _AWAITED.get(session.state)) is not None:

@@ -110,7 +110,7 @@ class SinkStream(SinkPush):
         self._unopened: dict[int, Unpacker] = {}
         """Unpackers of attempts for which it is not known yet where their windows begin."""
         self._begins: dict[int, Mapping[int, int]] = {}
-        """Where the windows of the other attempts begin, by group id."""
+        """Beginnings of the windows of the other attempts, by group id."""
 
     def take(self, message: m.Chunk | m.Data) -> None:
         """Handle a piece; raises RemoteError."""

@@ -76,7 +76,7 @@ class TicketState:
     since: Mapping[int, int] = {}
     """The first token whose items the engine holds, by group id, unless it is token 0."""
     error: KvprotoError | None = None
-    """Why the engine cannot produce the request."""
+    """The reason that the engine cannot produce the request."""
 
     def progress(self) -> RequestState:
         """The state of the request, as Accepted states it."""

@@ -38,7 +38,7 @@ class WatchEndpoint(Endpoint):
         super().__init__(me)
         self.sessions: dict[str, WatchSession] = {}
         self.refused: KvprotoError | None = None
-        """Why a session was last refused; None once one was opened."""
+        """The last refusal of a session; None once one was opened."""
         self._seed, self._replica = seed, replica
         self._ranks: set[str] = {seed}
         """The addresses of the ranks, by the last Welcome."""

@@ -182,7 +182,7 @@ class SourceLink:
         self.fail(RemoteError(ErrorCode.POOL_MOVED, "", "pages of another pool", "a fetch that waits", "fetch again"))
 
     def holders(self, lent: LentSinkPool) -> list[str]:
-        """Who may still read or write a pool, for display."""
+        """Parties that may still read or write a pool, for display."""
         holders, current = self._pools.holders(lent), self._pools.current
         if current is not None and current.lent is lent and not self.over:  # it may still be registered
             holders.append(f"the link to {self.seed}")
@@ -471,7 +471,7 @@ class RegisteredPools:
             self._endpoint.give_back(current.exposed, at_once, time.monotonic())
 
     def holders(self, lent: LentSinkPool) -> list[str]:
-        """Who may still read or write a pool, for display."""
+        """Parties that may still read or write a pool, for display."""
         holders: list[str] = []
         for registered in [pool for pool in self._all() if pool.lent is lent]:
             holders += self._endpoint.holders(registered.exposed)

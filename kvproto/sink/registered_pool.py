@@ -173,7 +173,7 @@ def prepared(
 
 
 def begins_stated(said: Done | Offer) -> dict[int, int]:
-    """Where late windows begin, as a Done or an Offer states it, by group id."""
+    """Beginnings of late windows that a Done or an Offer states, by group id."""
     return {begin.group: begin.first for begin in said.begins} if said.begins else {}
 
 

@@ -156,7 +156,7 @@ class Prefill:
                     sinks[route.group] = attrs.evolve(window, count=count)
 
     def begins(self, pair: Pair, grants: Sequence[Grants]) -> tuple[Begin, ...]:
-        """Where the late windows of a sink begin, as Done states it (KVP-GRANT-LATE)."""
+        """Beginnings of a sink's late windows, as Done states them (KVP-GRANT-LATE)."""
         if not self.since:
             return ()
         return begins_of(held_from(pair.routes, {g.id: g for g in pair.sink.geometry.groups}, self.since), grants)

@@ -37,7 +37,7 @@ class LastPart:
     """Figures and hand-off data to report once the last bytes of a transfer are copied."""
 
     began: float
-    """When the last part was handed over, in seconds of `time.monotonic`."""
+    """The time at which the last part was handed over, in seconds of `time.monotonic`."""
     left: int
     """Bytes that were not copied when prefill was over."""
     handoff: tuple[HandOff, ...]
@@ -64,7 +64,7 @@ class Send:
     useful: int = 0
     """The number of tokens for which the sink should grant items (feature SPANS)."""
     begins: tuple[Begin, ...] = ()
-    """Where its late windows begin; known when the last part is handed over."""
+    """Beginnings of its late windows; known when the last part is handed over."""
     seen: int = 0
     """`Prefill.version` when it was last considered."""
     stream: Stream | None = None
@@ -83,7 +83,7 @@ class Send:
     proof: Proof = Proof.PROVEN
     """Whether it is proven that no write of its copies can still arrive."""
     offered_at: float = 0.0
-    """When its items were offered for the sink to read."""
+    """The time at which its items were offered for the sink to read."""
     progress: SendProgress = attrs.Factory(lambda send: SendProgress(send.peer.pair.nothing), takes_self=True)
     """The rows that were handed to the transport before prefill was over."""
 

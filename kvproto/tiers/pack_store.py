@@ -30,7 +30,7 @@ from kvproto.tiers.manifest import Data
 from kvproto.tiers.store import BatchStore, IntoStore
 
 _TAIL = struct.Struct("<QId8s")
-"""Where the index begins, how many keys there are, when they were written by the system's clock, and the magic."""
+"""The beginning of the index, the number of keys, the time of writing by the system's clock, and the magic."""
 _MAGIC, _FAMILY = b"kvpack1\n", b"kvpack"
 _LONGEST_KEY, _LONGEST_INDEX = 1 << 12, 1 << 26
 _NAME = re.compile(r"[0-7][0-9a-f]{15}\.[0-9a-f]{8}")
@@ -86,9 +86,9 @@ class PackFile:
         if len(tail) != _TAIL.size or not tail.endswith(_MAGIC):
             raise TornPack(f"{path} has no tail")
         self.end, self.count, self.stamp, _ = _TAIL.unpack(tail)
-        """Where the bytes of keys end; how many keys there are; when they were written."""
+        """The end of the bytes of keys, the number of keys, and the time of writing."""
         self.marks = status.st_size - _TAIL.size - self.count
-        """Where the marks begin."""
+        """The beginning of the marks."""
         length = self.marks - self.end
         if not 0 < length <= min(self.count * _LONGEST_KEY, _LONGEST_INDEX) or not math.isfinite(self.stamp):
             raise TornPack(f"{path} has {self.count} keys in {length} bytes, written at {self.stamp}")

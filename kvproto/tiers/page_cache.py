@@ -34,7 +34,7 @@ _DIGEST, _SLOTS, _HEAD = slice(0, 16), 16, 17
 
 
 class WritePolicy(Enum):
-    """When a page of the device is copied to the host, and from there to storage."""
+    """The time at which a page of the device is copied to the host, and from there to storage."""
 
     WRITE_THROUGH = "write-through"
     """At the next step after it was published."""

@@ -66,7 +66,7 @@ class StoredPages:
         return chain_of(self.space, self.layout.page, tokens)
 
     def count(self, chain: Chain, first: int, last: int) -> int:
-        """How many pages of [first, last) there are, from the first on, in our layout and then in others."""
+        """Count the pages of [first, last) that there are, from the first on, in our layout and then in others."""
         check_whole("last", last, first, len(chain.ids(self.layout.form)))
         found = first
         while found < last and self.page_store.holds(chain, found):

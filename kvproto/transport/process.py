@@ -29,7 +29,7 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process began, in ticks since boot; None if it has ended. Together with the PID it names one process."""
+    """The start of a process, in ticks since boot; None if it has ended. Together with the PID it names one process."""
     stat = _stat(pid)
     return None if stat is None or stat[0] in "ZX" else stat[1]
 

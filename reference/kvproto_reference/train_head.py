@@ -93,7 +93,7 @@ def untrained_head(config: ModelConfig, target: Decoder, counts: Sequence[int]) 
 
 
 def counts_of_text(vocab: int) -> list[int]:
-    """How often the shipped text has each token."""
+    """The number of times that each token is in the shipped text."""
     counts = Counter(token for part in passages(load_text()) for token in part)
     return [counts[token] for token in range(vocab)]
 
@@ -135,7 +135,7 @@ def loss_of(head: Head, target: Decoder, windows: Tensor, unrolled: int) -> Tens
 
 
 def chosen(head: Head, target: Decoder, windows: Tensor, unrolled: int) -> Tensor:
-    """How many proposals in a row are the target's own choice, after each place of windows that the target chose."""
+    """Proposals in a row that are the target's own choice, counted after each place of windows that it chose."""
     found, says = unrolls(head, target, windows, unrolled)
     best = says.argmax(-1)
     right = [head.tokens[own.argmax(-1)] == best[:, u + 1 : u + 1 + own.shape[1]] for u, own in enumerate(found)]

@@ -1,4 +1,4 @@
-"""What an engine itself cannot run, by its own error: each case is an engine in a process of its own, asked for tokens.
+"""Cases that an engine itself cannot run, by its own error: each an engine in a process of its own, asked for tokens.
 
 An adapter refuses what these would bring. A release that can do it shows as a difference, and then the adapter has
 something to state.

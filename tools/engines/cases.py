@@ -1,4 +1,4 @@
-"""What `make engines` asks the packages: models by their architecture, parallel sizes and layouts, and expected refusals."""
+"""Cases of `make engines`: models by their architecture, parallel sizes and layouts, and expected refusals."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def config(name: str) -> Case:
 
 
 def setup(case: Case, model: Case) -> Setup:
-    """What `describe` is told, so that its blocks are those of the CPU platform and its layout that of the case."""
+    """Arguments of `describe` by which its blocks are those of the CPU platform and its layout that of the case."""
     if "layers" in case and case["padded"]:
         return Setup(Parallel(tp=case["tp"]), layout=case["layout"])
     backend = "CPU_MLA" if model.get("kv_lora_rank") and not model.get("index_head_dim") else None

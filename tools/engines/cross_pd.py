@@ -117,7 +117,7 @@ def one_state_bit(alone: sg.Alone, over: Over, one: Any, two: Any, seed: int) ->
 
 
 def prefix_hits(alone: sg.Alone, over: Over, one: Any, two: Any, seed: int) -> Iterator[str]:
-    """What the decode engine has is not fetched again: a bit that was flipped in it stays so, and nothing else does."""
+    """Pages that the decode engine has are not fetched again: a bit flipped in them stays so, and nothing else does."""
     (prompt, other), (tail,) = prompts(2, 193, 194, seed), prompts(1, 60, 61, seed)
     for case in (prompt, prompt, prompt[:129], prompt[:128] + tail):
         ((tokens, said),) = over(one, two, [case])
@@ -157,7 +157,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mla": {"block_size": 16, "attention_backend": "CPU_MLA", **_IN_TORCH},  # for machines with AMX too
     "convolutions": {"block_size": 32, "enable_prefix_caching": False, **_IN_TORCH},
 }
-"""What a vLLM is started with, by model; one of them speculates, which no engine that hands over to it does."""
+"""Settings of a vLLM, by model; one of them speculates, which no engine that hands over to it does."""
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "mla": ({"max_num_batched_tokens": 64}, "in chunks of 64 tokens"),  # its kernel has blocks of 16 alone
 }

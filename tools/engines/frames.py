@@ -23,7 +23,7 @@ _CAPTURES = ROOT / "tests/captures/recordings"
 
 
 def differences(engine: str, release: str, tree: str, at: Path) -> Iterator[str]:
-    """What the encoders of a package write otherwise than the captures of that release say.
+    """Differences between what the encoders of a package write and the captures of that release.
 
     `tree` is its folder in the environment `at`, or empty where it is installed there.
     """

@@ -1,4 +1,4 @@
-"""What the engines' own connectors say that they need: `python -m tools.engines.own [ENVIRONMENT]`, of install.sh.
+"""Needs of the engines' own connectors, by their words: `python -m tools.engines.own [ENVIRONMENT]`, of install.sh.
 
 docs/engines_own.md has the rows. Each statement is printed with the line of the installed source that says it; exit status
 1 where a release says it no longer.

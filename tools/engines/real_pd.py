@@ -121,7 +121,7 @@ class Way:
 
 
 class Follower:
-    """What happens at a Sink, as `kvproto tail --json` writes it down."""
+    """A follower of a Sink's events, as `kvproto tail --json` writes them down."""
 
     def __init__(self, feed: Path) -> None:
         self._file = Path(f"{feed}.json")

@@ -162,7 +162,7 @@ class _Served:
         self.over(job, "abort")
 
     def step(self) -> None:
-        """What has arrived, a step of prefill, a step of decode, and pages that nobody reads any more."""
+        """Take what has arrived, run a step of prefill and one of decode, and free pages that nobody reads any more."""
         for job in [job for job in self.jobs.values() if job.fetch is not None and job.fetch.done]:
             self.arrived(job)
         for sequence in self.prefiller.step():

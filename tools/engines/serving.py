@@ -8,9 +8,9 @@ import time
 import urllib.request
 
 _PATIENCE = 800.0
-"""How many seconds a server may take to start."""
+"""Seconds that a server may take to start."""
 ANSWERS, ENDS = 300.0, 120.0
-"""How many seconds it may take to answer a request, and to end once it is interrupted."""
+"""Seconds that it may take to answer a request, and to end once it is interrupted."""
 
 
 def free_port() -> int:

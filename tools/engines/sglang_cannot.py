@@ -1,4 +1,4 @@
-"""What an SGLang on the CPU cannot run, by the kernel that it asks for and lacks: `ENGINE/python -m tools.engines.sglang_cannot FOLDER`.
+"""Cases that an SGLang on the CPU cannot run, by the kernel that it lacks: `ENGINE/python -m tools.engines.sglang_cannot FOLDER`.
 
 The back end refuses what these would bring, and docs/sglang-reference.md says that none was tried.
 """

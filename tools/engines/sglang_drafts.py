@@ -91,7 +91,7 @@ class Side:
         return [PoolTransfer(PoolName.DRAFT, _tokens(slots), keys=keys)] if len(self.hosts) > 1 else []
 
     def rows(self, pages: list[int]) -> list[Any]:
-        """What the device has of these pages, of target and draft."""
+        """Rows of these pages on the device, of target and draft."""
         return [each[_tokens(pages)] for pool in self.devices for each in (*pool.k_buffer, *pool.v_buffer)]
 
 

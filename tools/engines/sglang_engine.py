@@ -135,12 +135,12 @@ def room() -> int:
 
 
 def where(engine: Engine, number: int) -> dict[str, Any]:
-    """What a load balancer adds to a request that this engine prefills."""
+    """Fields that a load balancer adds to a request that this engine prefills."""
     return {"bootstrap_host": engine.name, "bootstrap_port": 1, "bootstrap_room": number}
 
 
 def settings_of(models: Path, model: str) -> dict[str, Any]:
-    """What an engine of this model is started with; the folder is made where it is not there yet."""
+    """Settings that an engine of this model is started with; the folder is made if it is not there yet."""
     from tools.engines.vllm_models import make
 
     found: dict[str, Any] = {"model_path": str(make(models, model))}

@@ -87,7 +87,7 @@ def _records(conn: Any, backend: str, nested: bool) -> Iterator[dict[str, Any]]:
 
 
 def _kv_args(variant: str, nested: bool) -> SimpleNamespace:
-    """What a decode rank registers: two layers, K then V; the hybrid has two state components and layer ids."""
+    """The registration of a decode rank: two layers, K then V; the hybrid has two state components and layer ids."""
     pages, item = 1024, 65_536
     hybrid = variant == "hybrid"
     pointers = [0x7F10_0000_0000 + i * 0x400_0000 for i in range(4)]
@@ -292,7 +292,7 @@ def _staged_chunk(manager: Any, sockets: Any, peer: SimpleNamespace) -> Iterator
 
 
 def _bootstrap(release: str) -> Iterator[dict[str, Any]]:
-    """What a prefill rank puts to the bootstrap server, and what the server then tells a decode rank."""
+    """Yield a prefill rank's message to the bootstrap server, and then the server's answer to a decode rank."""
     where = "common" if _has("sglang.srt.disaggregation.common.conn") else "mooncake"
     conn: Any = importlib.import_module(f"sglang.srt.disaggregation.{where}.conn")
     manager = getattr(conn, "CommonKVManager" if where == "common" else "MooncakeKVManager")
@@ -364,7 +364,7 @@ def _run(conn: Any, method: Any) -> None:
 
 
 def _parsed(cls: Any, frames: list[bytes], backend: str) -> dict[str, Any]:
-    """What the package's own parser reads."""
+    """The result of the package's own parser."""
     info = cls.from_zmq(frames[1:] if backend == "nixl" else frames)
     return {f.name: _plain(getattr(info, f.name)) for f in dataclasses.fields(info)}
 

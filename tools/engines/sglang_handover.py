@@ -110,7 +110,7 @@ def made(kind: str, page: int, ranks: int, heads_first: bool = False) -> Side:
 
 
 def tried(kind: str, place: Path) -> list[str]:
-    """What differs of a kind of pool."""
+    """Differences after hand-overs of a kind of pool."""
     found, only = [], KINDS[kind].page
     at = f"ipc://{place}/{time.monotonic_ns()}-{{rank}}"
     for sizes in SIZES:
@@ -129,7 +129,7 @@ def tried(kind: str, place: Path) -> list[str]:
 
 
 def moved(engine: Side) -> list[str]:
-    """What SGLang does not find again where its own `move_kv_cache` takes the tokens of an indexed pool."""
+    """Rows that SGLang does not find again where its own `move_kv_cache` takes the tokens of an indexed pool."""
     if "dsa" not in engine.states:
         return []
     before, free = engine.slots(False), max(engine.pages) + 1

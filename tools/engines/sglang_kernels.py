@@ -1,4 +1,4 @@
-"""What SGLang asks of its packages of kernels, in plain torch, for a CPU without them: for a model with short convolutions,
+"""Kernels that SGLang asks of its packages, in plain torch for a CPU without them: for a model with short convolutions,
 and for HiCache, whose memory is not pinned here.
 
 A plug-in of the tests (`sglang_bench`) calls `supply` in each process of SGLang.

@@ -1,4 +1,4 @@
-"""What the decode ranks of a small fleet of SGLang register: its own cache pools on the CPU, its own encoder.
+"""Registrations of the decode ranks of a small fleet of SGLang: its own cache pools on the CPU, its own encoder.
 
     SGLANG_USE_CPU_ENGINE=1 ENGINE/python -m tools.engines.sglang_live CONFIG_FOLDER FILE LOG
 

@@ -101,7 +101,7 @@ def aborts(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
 
 
 def bad_input(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
-    """What cannot be handed over fails that request, with the reason; the next is served."""
+    """Input that cannot be handed over fails that request, with the reason; the next is served."""
     (prompt,) = prompts(1, 80, 81, 4)
     for wrong, says in (
         ({"bootstrap_host": "nobody"}, "nobody"),
@@ -126,7 +126,7 @@ def bad_input(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
 
 
 def prefix_hits(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
-    """What the decode engine has is not fetched again."""
+    """Pages that the decode engine has are not fetched again."""
     (prompt,) = prompts(1, 193, 194, 5)
     for case in (prompt, prompt, prompt[:129], [*prompt[:64], *prompts(1, 60, 61, 6)[0]]):
         tokens = over(one, two, case)[0]
@@ -226,7 +226,7 @@ def _title(settings: dict[str, Any]) -> str:
 
 
 def _replicas(settings: dict[str, Any]) -> Iterator[str]:
-    """What decode engines call a prefill engine of these settings."""
+    """Names by which decode engines call a prefill engine of these settings."""
     number = replicas(settings)
     for n in range(number):
         yield f"p{_title(settings)}:1" + f"/{n}" * (number > 1)

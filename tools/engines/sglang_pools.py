@@ -1,4 +1,4 @@
-"""What SGLang itself allocates: its own pools, made on the CPU. Runs in the engines' environment.
+"""Allocations of SGLang itself: its own pools, made on the CPU. Runs in the engines' environment.
 
     python sglang_pools.py < cases.json > answers.jsonl
 
@@ -31,7 +31,7 @@ def said(row: dict[str, Any]) -> None:
 
 
 def view(tensor: torch.Tensor) -> dict[str, Any]:
-    """Which allocation, where in it, and byte strides."""
+    """The allocation, the place in it, and byte strides."""
     size = tensor.element_size()
     return {
         "allocation": tensor.untyped_storage().data_ptr(), "bytes": tensor.untyped_storage().nbytes(),

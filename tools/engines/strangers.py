@@ -22,7 +22,7 @@ _SHAPE: dict[str, Any] = {"kv_heads": 2, "head_dim": 32, "page": 16, "dtype": DT
 
 @attrs.frozen
 class Stranger:
-    """How it differs from the model, and how it is refused."""
+    """A difference from the model, with the words by which it is refused."""
 
     name: str
     says: str

@@ -19,7 +19,7 @@ sys.path += [str(ROOT / "conformance"), str(ROOT / "conformance/testees")]
 
 
 def slots(table: list[int], rows: Any, page: int) -> torch.Tensor:
-    """Where an engine's page table, with pages of this many tokens, has these tokens."""
+    """The slots of these tokens in an engine's page table, with pages of this many tokens."""
     return torch.from_numpy(np.array(table)[rows // page] * page + rows % page)
 
 

@@ -148,7 +148,7 @@ def _count(storage: Path) -> int:
 
 
 def tried(models: Path, model: str, folder: str) -> int:
-    """How many cases differ."""
+    """The number of cases that differ."""
     storage, wrong = Path(folder) / f"storage-{model}", 0
     shared, own = sg.settings_of(models, model), dict(MODELS[model])
     own.pop("speculative_config", None)

@@ -1,4 +1,4 @@
-"""What vLLM itself cannot run on the CPU, by its own error: `ENGINE/python -m tools.engines.vllm_cannot FOLDER`.
+"""Cases that vLLM itself cannot run on the CPU, by its own error: `ENGINE/python -m tools.engines.vllm_cannot FOLDER`.
 
 Only its last pipeline stage has what proposes tokens, and every stage asks for it: in code that its CPU and its GPU have
 in common, its first model runner. The connector states drafts on the last stage, as they are on a GPU; docs/vllm-reference.md says so.

@@ -1,4 +1,4 @@
-"""What is tried with two engines that hand prompts over to each other: each case yields what differs."""
+"""Cases of two engines that hand prompts over to each other: each yields what differs."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def aborts(one: Engine, two: Engine) -> Iterator[str]:
 
 
 def bad_input(one: Engine, two: Engine) -> Iterator[str]:
-    """What cannot be fetched fails that request (`fail`), or is computed here (`recompute`), and the log says why."""
+    """Input that cannot be fetched fails its request (`fail`), or is computed here (`recompute`), and the log says why."""
     (prompt,) = prompts(1, 80, 81, 4)
     good = write_ticket(new_ticket(one.name, deadline=2))
     for ticket, says in (
@@ -147,7 +147,7 @@ def bad_input(one: Engine, two: Engine) -> Iterator[str]:
 
 
 def prefix_hits(one: Engine, two: Engine) -> Iterator[str]:
-    """What the decode engine has is not fetched again; a prompt that it has whole is not fetched at all."""
+    """Pages that the decode engine has are not fetched again; a prompt that it has whole is not fetched at all."""
     (prompt,) = prompts(1, 193, 194, 5)
     alone = one.run(new_name(), prompt, 16)[0]
     for case in (prompt, prompt, prompt[:129], [*prompt[:64], *prompts(1, 60, 61, 6)[0]]):

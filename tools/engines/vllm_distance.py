@@ -1,4 +1,4 @@
-"""How far a vLLM's log probabilities after a hand-over are from its own alone, next to those of two block sizes of it.
+"""Distance of a vLLM's log probabilities after a hand-over from its own alone, next to that of two block sizes of it.
 
 Two engines add the same numbers in different orders, so the pages that they compute may differ in the last bits, as may
 those of one engine in two block sizes. Tokens seldom show that. Log probabilities do, and they show more: pages that
@@ -24,7 +24,7 @@ _SUMMED = ("hidden_size",) * 3 + ("intermediate_size", "head_dim", "q_lora_rank"
 _DEVIATIONS = 8
 """No rounding error is so many times the usual one."""
 _PLACE = 2**-24
-"""What rounding to float32 changes a number by, at most, in proportion to it."""
+"""The largest change of a number by rounding to float32, in proportion to it."""
 
 Answer = tuple[list[int], Values]
 HandOver = Callable[[list[list[int]]], list[Any]]
@@ -69,7 +69,7 @@ def apart(decode: Engine, hand_over: HandOver, other: Engine, differs: str, seed
 
 
 def farthest(model: Path, answers: list[Answer]) -> float:
-    """What rounding in float32 explains, for a model and the size of its log probabilities.
+    """The difference that rounding in float32 explains, for a model and the size of its log probabilities.
 
     Each addition on the way from a token to a log probability rounds, up or down as it happens. After n of them the
     error is about the root of n roundings, in proportion to what is added up.
@@ -89,7 +89,7 @@ def _answers(engine: Engine, names: list[str], asked: list[list[int]], params: l
 
 
 def _alone(engine: Engine, asked: list[list[int]]) -> list[Answer]:
-    """What it computes of these prompts, none of which is in its prefix cache."""
+    """Answers of an engine to these prompts, none of which is in its prefix cache."""
     engine.forget()
     return _answers(engine, [new_name() for _ in asked], asked, [None] * len(asked))
 

@@ -23,9 +23,9 @@ DEADLINE = 20
 ASK = {"do_remote_decode": True}
 
 ROUNDED = "rounded"
-"""How the names of requests begin whose pages are rounded to bfloat16 when they have arrived."""
+"""The beginning of the names of requests whose pages are rounded to bfloat16 when they have arrived."""
 UNZEROED = "unzeroed"
-"""How the names of requests begin whose blocks are not zeroed before they are loaded."""
+"""The beginning of the names of requests whose blocks are not zeroed before they are loaded."""
 
 Result = tuple[list[int], str, Any, int]
 """Tokens, reason of the end, params and cached tokens."""
@@ -117,7 +117,7 @@ class Engine(Child):
             raise RuntimeError(f"{self.name} keeps its prefix cache")
 
     def preempted(self) -> int:
-        """How often it has preempted a request."""
+        """The number of times that it has preempted a request."""
         self.pipe.send(("preempted",))
         return int(self.hear("preempted")[0])
 
@@ -127,7 +127,7 @@ class Engine(Child):
         return int(self.hear("rounds")[0])
 
     def said(self) -> str:
-        """What its connector logged."""
+        """The log of its connector."""
         self.pipe.send(("said",))
         return "\n".join(self.hear("said")[0])
 

@@ -136,7 +136,7 @@ def _handshake(worker: Any, scheduler: Any, metadata: Any, variant: str, rank: i
 
 
 def _served(metadata: Any, variant: str) -> tuple[Any, Any]:
-    """What a worker hands to the scheduler, and the metadata in it."""
+    """The worker's message to the scheduler, and the metadata in it."""
     import msgspec
 
     agent = _metadata(metadata.NixlAgentMetadata, variant)
@@ -197,7 +197,7 @@ def _free_port() -> int:
 
 
 def _params(tree: Path, scheduler: Any) -> Iterator[dict[str, Any]]:
-    """What the router is handed when a prefill ends."""
+    """Parameters that the router is handed when a prefill ends."""
     pull = tree / _V1.replace(".", "/") / "nixl" / "pull_scheduler.py"
     module: Any = importlib.import_module(f"{_V1}.nixl.pull_scheduler") if pull.exists() else scheduler
     serving = _class(module, "Scheduler")

@@ -1,4 +1,4 @@
-"""What a running vLLM serves on its NIXL side channel: two ranks on the CPU, a model of random weights.
+"""Answers of a running vLLM on its NIXL side channel: two ranks on the CPU, a model of random weights.
 
     ENGINE/python -m tools.engines.vllm_live CONFIG_FOLDER FILE > OUTPUT
     grep -hE "Initializing a V1 LLM|NIXL compatibility hash" OUTPUT > LOG

@@ -25,7 +25,7 @@ from tools.engines.vllm_unlike import unlike
 _IN_TORCH = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """Rotary embedding in torch: vLLM's kernel for CPUs is not for keys whose heads are an axis of their own."""
 MLA = {"model": "mla", "block_size": 16, "attention_backend": "CPU_MLA", **_IN_TORCH}
-"""Where the machine has AMX, vLLM's own choice wants bfloat16."""
+"""Settings for latents: on a machine with AMX, vLLM's own choice wants bfloat16."""
 _ALONE = {"enable_prefix_caching": False}
 _DELTAS = {"model": "deltas", "dtype": "bfloat16", "max_num_batched_tokens": cases.PIECE, **_IN_TORCH, **_ALONE}
 """vLLM's kernels of gated delta nets on a CPU know no other type of element."""

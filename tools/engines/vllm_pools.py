@@ -1,4 +1,4 @@
-"""What vLLM itself allocates: its model classes, cache specs, block tables and views. Runs in the engines' environment.
+"""Allocations of vLLM itself: its model classes, cache specs, block tables and views. Runs in the engines' environment.
 
     python vllm_pools.py < cases.json > answers.jsonl
 
@@ -63,7 +63,7 @@ def said(row: dict[str, Any]) -> None:
 
 
 def backends() -> dict[str, Any]:
-    """What each backend says of itself: asked in a process each, as some end it where they do not belong."""
+    """Facts of each backend by its own word: asked in a process each, as some end it where they do not belong."""
     rows: dict[str, Any] = {}
     for member in AttentionBackendEnum:
         here, there = os.pipe()
@@ -86,7 +86,7 @@ def backends() -> dict[str, Any]:
 
 
 def backend(member: AttentionBackendEnum) -> dict[str, Any]:
-    """What one backend says."""
+    """The facts of one backend."""
     cls = member.get_class()
     probe = FullAttentionSpec(block_size=64, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
     sizes, layouts = cls.get_supported_kernel_block_sizes(), cls.supported_kv_cache_layouts()

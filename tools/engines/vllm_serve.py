@@ -30,7 +30,7 @@ _REPLICAS = {
     '{"prefill": "ipc:///run/kv/prefill-0"}':
         '{"prefill": "ipc:///run/kv/prefill-0-0", "prefill/1": "ipc:///run/kv/prefill-1-0"}',
 }  # fmt: skip
-"""What a command has in place of this, for two replicas."""
+"""By text of a command: its replacement for two replicas."""
 _SMALL = "--dtype float32 --enforce-eager --max-model-len 512 --kv-cache-memory-bytes 8388608 --block-size"
 
 
@@ -122,7 +122,7 @@ def _text(server: str, model: Path, prompt: str) -> str:
 
 
 def _status(server: str, model: Path, params: dict[str, Any]) -> int:
-    """How it answers a prompt with these parameters; without a ticket, which is what is wrong with some."""
+    """The HTTP status of its answer to a prompt with these parameters, some of which lack a ticket."""
     body = {"model": str(model), "prompt": "The sea", "max_tokens": 1, "kv_transfer_params": params}
     try:
         with urllib.request.urlopen(_request(server, body), timeout=ANSWERS) as answer:

@@ -118,7 +118,7 @@ def laid_out(made: Any, layout: Any) -> dict[str, torch.Tensor]:
 
 
 def places(layer: Any) -> dict[str, torch.Tensor]:
-    """Where vLLM's function leaves the elements of a page, [token, element], in a head's share of it, by part."""
+    """Places of a page's elements, [token, element], in a head's share, by part, as vLLM's function leaves them."""
     page, count = torch.zeros(1, HEADS, PAGE, 2 * DIM), PAGE * DIM
     k = torch.arange(count, dtype=torch.float32).view(PAGE, 1, DIM).expand(-1, HEADS, -1)
     layer.impl.do_kv_cache_update(layer, k.contiguous(), k + count, page, torch.arange(PAGE))

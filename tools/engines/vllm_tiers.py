@@ -250,7 +250,7 @@ def handed_on(models: Path, folder: Path) -> Cases:
 
 
 def policies(models: Path, folder: Path) -> Cases:
-    """When pages are kept, and how long a request waits for storage."""
+    """Tests of when pages are kept, and of how long a request waits for storage."""
     llama: dict[str, Any] = {"model": str(make(models, "llama"))}
     given, storage = prompts(2, 200, 300, 8), folder / "storage"
     with running(engine := keeping("selective", storage, {"write_policy": "write_through_selective"}, **llama)):

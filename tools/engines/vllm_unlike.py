@@ -18,7 +18,7 @@ _UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "pages in an order that has no strides": ({"extra": {"pages": "whole"}}, "LAYOUT_OPAQUE"),
 }
-"""What a decode engine has apart, and the word by which the log names it."""
+"""By title: the settings in which a decode engine differs, and the word by which the log names the difference."""
 
 
 def unlike(one: Engine, two: Engine) -> Iterator[str]:

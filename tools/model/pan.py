@@ -36,7 +36,7 @@ class MissingTool(ModelError):
 
 @attrs.frozen
 class Outcome:
-    """What a search found: states, megabytes, and the steps to what broke (none if nothing did)."""
+    """The result of a search: states, megabytes, and the steps to what broke (none if nothing did)."""
 
     states: int
     megabytes: float

@@ -20,7 +20,7 @@ class Bug:
 
     name: str
     report: str
-    """What went wrong, and where it was seen."""
+    """The symptom, and where it was seen."""
     file: str
     old: str
     new: str
@@ -28,7 +28,7 @@ class Bug:
     scenarios: tuple[str, ...] = attrs.field(default=(), converter=tuple)
     """Of live engines, by id."""
     says: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-    """How the failure of each begins."""
+    """The beginning of each failure."""
     tests: tuple[str, ...] = attrs.field(default=(), converter=tuple)
 
     @property
@@ -52,7 +52,7 @@ def load() -> list[Bug]:
 
 
 def noticed(bug: Bug) -> str:
-    """Who noticed; nobody, unless all did that are named."""
+    """The case, test or scenario that noticed a bug; nobody, unless all did that are named."""
     if bug.scenarios:
         return _played(bug)
     if bug.tests:

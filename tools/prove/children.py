@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 
 
 def crowding() -> float:
-    """How much longer things take here than on an idle machine, by how many processes want each core; at least 1."""
+    """The slowdown against an idle machine, by how many processes want each core; at least 1."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 

@@ -101,7 +101,7 @@ def _made(path: Path, key: str, number: int, i: int) -> Mutant:
 
 
 def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Those that are code: no annotations, no texts, nothing of what an error says beside its code."""
+    """Nodes that are code: no annotations, no texts, nothing of what an error says beside its code."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.If) and _typing(node)):
             continue
@@ -142,7 +142,7 @@ def _typing(node: ast.If) -> bool:
 
 
 def _changes(node: ast.AST) -> list[str]:
-    """What can be done to a node."""
+    """Changes that can be made to a node."""
     match node:
         case ast.Compare(ops=[op, *_]):
             return [f"{type(op).__name__} to {other.__name__}" for other in _COMPARISONS[type(op)]]

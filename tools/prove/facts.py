@@ -48,7 +48,7 @@ def changes_of(edit: Edit) -> Changes:
 
 
 def refused(edit: Edit) -> str:
-    """What the registry's own check says of a mutant; empty if it takes it."""
+    """The error by which the registry's own check refuses a mutant; empty if it takes it."""
     facts = copy.deepcopy(_FACTS)
     edit(facts)
     try:

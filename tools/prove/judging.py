@@ -32,7 +32,7 @@ _ALL = load()
 
 
 def cases(*suites: str) -> list[Case]:
-    """Those of the suites, of all where none is named."""
+    """Cases of the suites, of all if none is named."""
     return [case for case in _ALL if not suites or case.suite in suites]
 
 
@@ -95,7 +95,7 @@ def by_both_codecs(changes: Changes, asked: Sequence[Case], doubts: Mapping[str,
 
 
 def doubts(asked: Sequence[Case]) -> str:
-    """How often the canonical reader leaves each case to the strict one, as JSON."""
+    """The number of times that the canonical reader leaves each case to the strict one, as JSON."""
     testee, told = _Within(), {}
     doubted = _counted()
     run(asked, testee, lambda result: told.update({result.case.id: doubted()}))

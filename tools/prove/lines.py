@@ -1,4 +1,4 @@
-"""Which lines are passed."""
+"""Lines that are passed."""
 
 from __future__ import annotations
 

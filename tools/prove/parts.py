@@ -29,7 +29,7 @@ _SUITES = {
     "codec": _WIRE,
     "planner": ("plan", "deal", "lowering", "late", "verify", "stream"),
 }
-"""What is asked first of an area; the rest comes after it."""
+"""Suites that are asked first of an area; the rest comes after them."""
 _ROOMS = {
     # package to its tests
     "kvproto.wire.": "tests/wire",
@@ -56,7 +56,7 @@ _ENOUGH = 900.0
 _BATCH = 400
 """Mutants that go through all stages before the next do: what an interrupted run has found is kept."""
 _WAITING = 3
-"""How many live engines a core may have: mostly they wait for an answer that does not come."""
+"""The number of live engines that a core may have: mostly they wait for an answer that does not come."""
 Judge = Callable[[], str]
 T = TypeVar("T")
 
@@ -68,12 +68,12 @@ class Stage:
     judges: Callable[[list[str]], Mapping[str, Judge]]
     seconds: float = _ENOUGH
     waiting: int = 1
-    """How many at once for each job."""
+    """The number at once for each job."""
 
 
 @attrs.frozen
 class Asked:
-    """Which mutants are asked, and how."""
+    """The mutants that are asked, and the way in which they are."""
 
     only: str
     number: int
@@ -86,7 +86,7 @@ class Asked:
     """Modules of kvproto that the cases load: what is otherwise elsewhere they cannot see."""
 
     def chosen(self, found: Mapping[str, T]) -> dict[str, T]:
-        """Those that have such a name, and are of this part."""
+        """Entries that have such a name, and are of this part."""
         which, of = self.part
         names = [name for name in found if fnmatch.fnmatchcase(name, self.only)]
         return {name: found[name] for name in names[which - 1 :: of]}
@@ -109,7 +109,7 @@ Found = Iterator[tuple[Row, bool]]
 
 
 def _judged(asked: Asked, kind: str, names: Mapping[str, object], *stages: Stage) -> Found:
-    """Who noticed each mutant: a stage is asked of those that nobody of the stages before has noticed."""
+    """Yield who noticed each mutant: a stage is asked of those that nobody of the stages before has noticed."""
     known = asked.known(kind, names)
     yield from ((row, True) for row in known.values())
     asked_now = [name for name in names if name not in known]
@@ -155,14 +155,14 @@ def _by_hint(changes: Callable[[str], Changes], name: str, hint: str) -> str:
 
 
 def _by_rooms(changes: Changes) -> str:
-    """Who of the tests of the rooms in which something is otherwise."""
+    """Return which test notices a change, of the rooms in which it is."""
     rooms = dict.fromkeys(room for package, room in _ROOMS.items() for m in changes if m.startswith(package))
     words = [f"{room}/test_numbers.py" for room in rooms]  # the first that are asked
     return by_tests(changes, [*words, *rooms, *_QUICK]) if rooms else SURVIVED
 
 
 def _fact(name: str, edit: facts.Edit, excused: bool, loaded: frozenset[str]) -> str:
-    """Who of the cases notices one fact that is otherwise, or the registry's own check one that no code says."""
+    """Return which case notices one fact that is otherwise; for one that no code says, the registry's own check."""
     try:
         changes = facts.changes_of(edit)
     except KeyError as error:
@@ -214,7 +214,7 @@ Ask = Callable[[code.Mutant], str]
 
 
 def _by_cases(area: str) -> Ask:
-    """Who of the cases notices a mutant of an area."""
+    """Ask which case notices a mutant of an area."""
     asked = sorted(cases(), key=lambda case: case.suite not in _SUITES[area])
     if area == "codec":
         ((_, text, _),) = in_children([(AS_IT_IS, partial(doubts, asked))], 1, LIMIT)
@@ -224,7 +224,7 @@ def _by_cases(area: str) -> Ask:
 
 
 def _by_tests(area: str, mutants: list[code.Mutant], jobs: int) -> Ask:
-    """Who of the tests that pass its line."""
+    """Ask which test notices a mutant, of those that pass its line."""
     lines = sorted({(mutant.file, mutant.line) for mutant in mutants})
     runs = ((f"{AS_IT_IS}, {words[0]}", partial(trace, lines, words)) for words in _TESTS[area])
     passing = Passing.read([answer.text for answer in in_children(runs, jobs, _ENOUGH)])
@@ -238,7 +238,7 @@ def _by_tests(area: str, mutants: list[code.Mutant], jobs: int) -> Ask:
 
 
 def _by_scenarios(mutants: list[code.Mutant], jobs: int) -> Ask:
-    """Which of the scenarios that pass its line notices a mutant."""
+    """Ask which scenario notices a mutant, of those that pass its line."""
     playing = Played.trace(sorted({(mutant.file, mutant.line) for mutant in mutants}), jobs, LIMIT)
     return lambda mutant: by_scenarios({mutant.module: mutant.text}, playing.scenarios((mutant.file, mutant.line)))
 

@@ -1,4 +1,4 @@
-"""Which tests pass which line of some files: a mutant of a line is noticed by one of those, or by none."""
+"""Tests that pass a line of some files: a mutant of a line is noticed by one of those, or by none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPTIONS = ("-q", "--continue-on-collection-errors", "-p", "no:cacheprovider", "
 
 @attrs.frozen
 class Passing:
-    """What some runs of tests have passed."""
+    """The lines that some runs of tests have passed."""
 
     seconds: dict[str, float]
     """Of each test."""
@@ -27,7 +27,7 @@ class Passing:
     """Line to the tests that pass it."""
 
     def tests(self, file: str, line: int) -> list[str]:
-        """Those that pass a line, in virtual time first, then the quickest first.
+        """Tests that pass a line, in virtual time first, then the quickest first.
 
         All of them, where none passes it: what is done while a module is imported concerns all.
         """
@@ -36,7 +36,7 @@ class Passing:
 
     @classmethod
     def read(cls, texts: Sequence[str]) -> Passing:
-        """What runs of `trace` have written."""
+        """Read the output of runs of `trace`."""
         seconds: dict[str, float] = {}
         lines: dict[Line, list[str]] = defaultdict(list)
         for text in texts:

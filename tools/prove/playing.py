@@ -53,7 +53,7 @@ def _fails(result: Result) -> bool:
 
 @attrs.frozen
 class Played:
-    """Which scenarios pass which of some lines."""
+    """The scenarios that pass each of some lines."""
 
     lines: dict[Line, list[str]]
     """Slow ones last, of the others those of L3 first, and those of an engine one after the other."""
@@ -74,7 +74,7 @@ class Played:
         return cls(found)
 
     def scenarios(self, line: Line) -> list[str]:
-        """Those that pass a line; all, if none does."""
+        """Scenarios that pass a line; all, if none does."""
         return self.lines.get(line) or [*dict.fromkeys(id for ids in self.lines.values() for id in ids)]
 
 

@@ -1,4 +1,4 @@
-"""What became of each mutant, and the table of all of them."""
+"""The outcome of each mutant, and the table of all of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Row:
 
     @property
     def by(self) -> str:
-        """Who noticed it: cases, live engines or tests, the registry's check among them; empty: nobody."""
+        """The kind of noticer: cases, live engines or tests, the registry's check among them; empty: nobody."""
         if self.noticed == SURVIVED:
             return ""
         ours = self.noticed.startswith(("tests/", "tools.specgen"))
@@ -59,7 +59,7 @@ Patterns = list[tuple[str, str]]
 
 @attrs.frozen
 class Reasons:
-    """Why mutants of some names are not noticed: `equivalent` by nobody, `unseen` by no peer."""
+    """Reasons that mutants of some names are not noticed: `equivalent` by nobody, `unseen` by no peer."""
 
     equivalent: Patterns = attrs.Factory(list)
     unseen: Patterns = attrs.Factory(list)
@@ -72,7 +72,7 @@ class Reasons:
         return cls(*([(name, row["why"]) for row in table.get(kind, []) for name in row["names"]] for kind in kinds))
 
     def why(self, name: str) -> str:
-        """Why nobody can notice a mutant; empty where somebody should."""
+        """The reason that nobody can notice a mutant; empty if somebody should."""
         return _reason(name, self.equivalent)
 
     def judged(self, row: Row) -> Row:

@@ -42,7 +42,7 @@ class Bug:
     breaks: str = ""
     """The clause that does not hold any more; empty where nothing is broken that is a MUST."""
     reason: str = ""
-    """Why no scenario can notice it."""
+    """The reason that no scenario can notice it."""
 
 
 def load() -> list[Bug]:

@@ -1,4 +1,4 @@
-"""What earlier runs over the same sources have found: an interrupted run goes on, and parts of one make a whole.
+"""Results of earlier runs over the same sources: an interrupted run goes on, and parts of one make a whole.
 
 A folder has a file for each run, of JSON lines: first what the sources were, then a row for each mutant. Files of
 another machine count as well; those of other sources do not.
@@ -20,7 +20,7 @@ from tools.prove.rows import Row
 from tools.specgen.registry import ROOT
 
 HINTS = Path(__file__).with_name("hints.json")
-"""Which test or scenario noticed a mutant the last time. It is asked first; if it notices nothing, all others are."""
+"""The test or scenario that noticed a mutant last time. It is asked first; if it notices nothing, all others are."""
 
 _WHAT = ("kvproto", "conformance", "spec/v1/registry", "spec/v1/vectors", "tests", "tools/prove", "tools/specgen")
 _KINDS = {".py", ".toml", ".json"}

@@ -1,4 +1,4 @@
-"""What every child would load and compile again: loaded once, before the first is forked. Nothing of kvproto is."""
+"""Modules and code that every child would load and compile again: loaded once, before the first fork. No kvproto."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _compile(script: str, filename: str, mode: str) -> CodeType:
 
 
 def _written() -> str:
-    """What attrs compiles while kvproto is imported, as JSON."""
+    """The sources that attrs compiles while kvproto is imported, as JSON."""
     found: list[tuple[str, str]] = []
 
     def noting(script: str, filename: str, mode: str) -> Any:

@@ -49,7 +49,7 @@ _COLOUR = {"source": "a", "sink": "b"}
 
 @attrs.frozen
 class _Plan:
-    """Where the states of a machine are: column, first row, and by exception the last row and the last column."""
+    """Places of the states of a machine: column, first row, and by exception the last row and the last column."""
 
     about: str
     states: Mapping[str, Sequence[int]]
@@ -201,7 +201,7 @@ def _state(box: Box, name: str, features: Sequence[str]) -> Iterator[str]:
 
 
 def _legend(y: float) -> Iterator[str]:
-    """Whose message an arrow is."""
+    """Yield the legend: whose message an arrow is."""
     x = 4
     for colour, said in (("b", "sent by the sink"), ("a", "sent by the source"), ("", "by either")):
         yield f'<path d="M{x} {y - 4:g} h22" class="{f"line {colour}".strip()}"/>'

@@ -305,7 +305,7 @@ def _enums(facts: Facts, rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
 
 
 def _places(facts: Facts, enum: str, name: str, fields: Any) -> Iterator[tuple[Any, str, int]]:
-    """Where a JSON form has fields of an enum that no rule restricts: the object, the key, the field's id."""
+    """Yield the places where a JSON form has fields of an enum that no rule restricts: object, key, id of the field."""
     for field in (facts["struct"] | facts["message"])[name]["field"]:
         if field["name"] not in fields:
             continue

@@ -150,7 +150,7 @@ def _short(text: str) -> str:
 
 
 def _added(key: str, before: Facts, facts: Facts) -> str:
-    """Why this may not be new beside what is frozen; empty if it may."""
+    """The reason that this may not be new beside what is frozen; empty if it may."""
     what, _, rest = key.partition(": ")
     kind, _, name = rest.partition(".")
     later = number(facts) > number(before)
@@ -163,7 +163,7 @@ def _added(key: str, before: Facts, facts: Facts) -> str:
 
 
 def _member(name: str, before: Facts, facts: Facts, kind: str) -> str:
-    """Why a message or struct, or a field or rule of it, may not be new."""
+    """The reason that a message or struct, or a field or rule of it, may not be new."""
     body, _, field = name.partition(".")
     owner, _, rule = body.partition(", ")
     if owner not in before[kind]:

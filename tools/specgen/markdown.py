@@ -204,7 +204,7 @@ def index(facts: Facts) -> str:
 
 
 def profiles(facts: Facts) -> str:
-    """What an implementation may be, and what each extension adds."""
+    """Profiles that an implementation may have, and what each extension adds."""
     out, known = [], clauses(facts).values()
     for kind, title in {"core": "Core", "extension": "Extensions", "beside": "Beside the protocol"}.items():
         rows = {name: row for name, row in facts["profile"].items() if row["kind"] == kind}

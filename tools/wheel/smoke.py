@@ -1,4 +1,4 @@
-"""What the bare wheel can do with its own dependencies: the codec, a plan, and a hand-over through shared memory."""
+"""A trial of the bare wheel with its own dependencies: the codec, a plan, and a hand-over through shared memory."""
 
 import importlib.util
 import sys

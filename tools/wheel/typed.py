@@ -15,7 +15,7 @@ assert_type(made.required(1), tuple[int, ...])
 
 
 def fetched(sink: Sink, ticket: Ticket, pool: Pool) -> Arrived:
-    """What an engine does with a request."""
+    """Fetch a request as an engine does."""
     fetch = sink.fetch(ticket, Prompt(range(40)), {"target": [5, 1, 6]})
     assert_type(fetch, Fetch)
     assert_type(pool.pages("target"), int)

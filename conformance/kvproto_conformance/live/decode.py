@@ -18,7 +18,7 @@ _numbers = itertools.count(1)
 
 
 class DecodeRun(Run):
-    """What scripts do with an engine that fetches."""
+    """An engine that fetches, as scripts drive it."""
 
     def source(self, ranks: int = 1, **more: Any) -> list[Source]:
         """The ranks of a source replica of the suite, which listen; nobody knows of them yet."""
@@ -114,7 +114,7 @@ class DecodeRun(Run):
         self.arrived(prompt)
 
     def state(self, prompt: Prompt, seconds: float = 5.0) -> Json:
-        """What the engine says has become of a fetch."""
+        """The state of a fetch, as the engine reports it."""
         return self.engine.ask("wait", id=prompt.id, seconds=seconds)
 
     def arrived(self, prompt: Prompt, first: int = 0) -> None:

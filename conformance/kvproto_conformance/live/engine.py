@@ -24,7 +24,7 @@ Json = dict[str, Any]
 _LONGEST_LINE = 1 << 24
 _TAIL = 2048
 _OVER = ("freed", "undelivered", "expired")
-"""What a source says of a request whose pages are its own again."""
+"""States of a request whose pages are the source's own again."""
 _CLOSING = 2.0
 """Seconds in which its output is closed once it is killed, unless a process in a session of its own holds it open."""
 
@@ -66,7 +66,7 @@ class Engine:
         self._listener.start()
 
     def printed(self) -> bytes:
-        """What it has written to stderr so far."""
+        """The engine's stderr so far."""
         return os.pread(self._errors.fileno(), 1 << 24, 0)
 
     @property
@@ -163,7 +163,7 @@ class Engine:
         self._lines.put(b"")
 
     def _end(self) -> str:
-        """How it ended, and its last output."""
+        """The end of it, and its last output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._program.wait(2.0)
         size = self._errors.seek(0, 2)

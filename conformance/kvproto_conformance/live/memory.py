@@ -56,7 +56,7 @@ class Shared:
 
 
 def began(pid: int) -> int:
-    """When a process began, in ticks since boot; -1 where there is none."""
+    """The start of a process, in ticks since boot; -1 if there is none."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:

@@ -1,4 +1,4 @@
-"""Which bytes a rank pair moves, by coordinate, as the suite's own planner says, and where a rank keeps each."""
+"""Bytes that a rank pair moves, by coordinate, as the suite's own planner says, and where a rank keeps each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def side(geometry: Json, rank: int, columns: Iterable[Json] = (), windows: Itera
 
 
 def pieces(source: Json, sink: Json, pair: tuple[int, int], features: Iterable[str], wanted: Side) -> list[Piece]:
-    """What one source rank sends one sink rank for the windows of `wanted`, in the order of the packed stream."""
+    """Pieces from one source rank to one sink rank for the windows of `wanted`, in the order of the packed stream."""
     here = side(source, pair[0])
     maps: dict[tuple[str, str, int, int], int] = {}
     rows: dict[tuple[str, str, int], list[int]] = {}
@@ -86,7 +86,7 @@ def _rows(src: Json, wanted: Side, group: str, c: int) -> Iterator[int]:
 
 
 def spans(of: Side, group: str, piece: Piece) -> Iterator[tuple[int, int, int, int]]:
-    """Where a rank has a piece: region, offset, and the bytes [lo, hi) of the lane axis that lie there."""
+    """The place of a piece at a rank: region, offset, and the bytes [lo, hi) of the lane axis that lie there."""
     stated, share, columns = of.groups[group], of.shares[group], of.columns[group]
     item, within = of.rows(group)[piece.row]
     parts = stated["parts"]

@@ -20,11 +20,11 @@ _MAGIC = b"KVNX\x01"
 _HOST = 1
 """Kind of memory (enum MemoryKind)."""
 _PATIENCE = 10.0
-"""How many seconds one write may take."""
+"""Seconds that one write may take."""
 
 
 class Staging(NamedTuple):
-    """What a handle of staging memory says."""
+    """The fields of a handle of staging memory."""
 
     name: str
     """Of the agent."""
@@ -38,7 +38,7 @@ class Staging(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """How many there are."""
+        """The number of slots."""
         return self.length // self.slot if self.slot else 0
 
 

@@ -1,4 +1,4 @@
-"""What the suite's source and sink have in common: they send and receive messages, and trust nothing."""
+"""Shared parts of the suite's source and sink: they send and receive messages, and trust nothing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvproto_conformance.live.wire import Router, Wire
 
 Json = dict[str, Any]
 PATIENCE = 10.0
-"""How many seconds an answer may take: several times `resend`."""
+"""Seconds that an answer may take: several times `resend`."""
 RESEND = LIMITS["resend"] / 1000
 
 
 class Missed(Exception):
-    """What the engine should have sent did not come, or something else did."""
+    """A message that the engine should have sent did not come, or another came."""
 
     def __init__(self, text: str, clause: str = "") -> None:
         super().__init__(text)
@@ -159,7 +159,7 @@ class Peer:
         return self.expect(*answers, where=lambda f: f["request"] == id, again=sent, clause=clause)
 
     def silence(self, seconds: float, but: tuple[str, ...] = ()) -> list[Frame]:
-        """What is received within this time, except for frames of these names; a sink may send Credit at any time."""
+        """Frames received within this time, except for those of these names; a sink may send Credit at any time."""
         end, found = time.monotonic() + seconds, list(self.heard)
         while (left := end - time.monotonic()) > 0:
             frame = self.hear(left)

@@ -22,7 +22,7 @@ _NOTHING_COMPARED = ("ABORTED", "DEADLINE", "INTERNAL")
 
 
 class PrefillRun(Run):
-    """What scripts do with an engine that computes prompts."""
+    """An engine that computes prompts, as scripts drive it."""
 
     def __init__(self, live: Live, scenario: Scenario) -> None:
         super().__init__(live, scenario)
@@ -205,7 +205,7 @@ class PrefillRun(Run):
 
 
 def handed(sink: Sink, prompt: Prompt, geometry: Json) -> dict[str, str]:
-    """What Done must have as hand-off data, by the sink's group."""
+    """Hand-off data that Done must have, by the sink's group."""
     stated = handoff(geometry, prompt)
     groups = {g["id"]: g for g in (sink.geometry or {})["groups"]}
     routed = [groups[r["group"]] for r in sink.routes() if not world.has_memory(groups[r["group"]])]

@@ -108,7 +108,7 @@ class PullSource(Source):
         self.image = self.memory.bytes.copy()
 
     def done_fields(self, asked: Asked, handoff: Mapping[str, str], seed: str) -> Json:
-        """What a good Offer says."""
+        """The fields of a good Offer."""
         good = super().done_fields(asked, handoff, seed)
         kept = {key: value for key, value in good.items() if key not in ("groups", "bytes")}
         return kept | {"epoch": str(self.epoch), "grants": asked.drawn, "lease": str(LEASE)}

@@ -19,10 +19,10 @@ from kvproto_conformance.live.watch import ENGINE, Blamed
 from kvproto_conformance.testee import NOT_ASKED
 
 _SILENCES = 3
-"""How often an engine may leave a question unanswered until it gets no more."""
+"""The number of questions that an engine may leave unanswered until it gets no more."""
 
 UNSHARED = "about memory that another process writes, and the engine answers `open` with SHM by unsupported"
-"""Why a scenario is not asked."""
+"""The reason that a scenario is not asked."""
 
 
 @attrs.frozen
@@ -66,7 +66,7 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario], seconds: float = 
     silences, over = 0, time.monotonic() + seconds
     live: Live | None = None
     silent: dict[tuple[str, str, str, bool], str] = {}
-    """Why there is no engine, by what it was to be opened with."""
+    """Reasons that there is no engine, by what it was to be opened with."""
     shared = True
     """Whether the engine has not said that it has no SHM."""
     try:
@@ -119,7 +119,7 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario], seconds: float = 
 
 
 def lacks(scenario: Scenario) -> str:
-    """What the suite's side lacks to play a scenario; empty if it lacks nothing."""
+    """The needs of a scenario that the suite's side lacks; empty if it lacks nothing."""
     wanted = scenario.transport == "NIXL" and not nixl.is_there()
     return "NIXL beside the suite (pip install nixl)" if wanted else ""
 

@@ -27,7 +27,7 @@ NO_FEATURES = frozenset({"CURVE", "DEALS", "LARGE", "RESUME", "SLEEP"})
 
 @attrs.frozen
 class Scenario:
-    """What one scenario is about.
+    """One scenario: its engine, its conditions and its script.
 
     Fields:
         id: Never changes, and is never used again.

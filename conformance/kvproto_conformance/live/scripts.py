@@ -1,4 +1,4 @@
-"""What a scenario does, for people: its script, the helpers that it calls, and what each of its steps is."""
+"""A scenario for people: its script, the helpers that it calls, and what each of its steps is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvproto_conformance.live.source import Source
 _SIDES: dict[str, tuple[type, type]] = {"source": (PrefillRun, Sink), "sink": (DecodeRun, Source)}
 """By the role of the engine: what runs the script, and what the suite's side is."""
 _HELPERS = "kvproto_conformance.live.scenarios"
-"""Where functions that scripts call lie."""
+"""The package of functions that scripts call."""
 
 
 def described(scenario: Scenario) -> str:
@@ -50,7 +50,7 @@ def _reached(script: Callable[..., Any]) -> Iterator[FunctionType]:
 
 
 def _held(function: FunctionType) -> dict[str, Any]:
-    """What a function of a table was made with."""
+    """The values that a function of a table was made with."""
     return {
         name: cell.cell_contents
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)

@@ -19,7 +19,7 @@ from kvproto_conformance.planner import plan
 
 Json = dict[str, Any]
 WINDOW = 1 << 20
-"""How many bytes of Data may be on their way."""
+"""Bytes of Data that may be on their way."""
 CANARY = (1 << 20) + 7
 """After how many bytes the pattern repeats that memory has at first."""
 
@@ -72,7 +72,7 @@ class Sink(Peer):
         self.window = WINDOW
         """The bytes of Data that may be on their way."""
         self.credit = self.counted = 0
-        """What the latest epoch has granted and received, in bytes of Data."""
+        """Bytes of Data that the latest epoch has granted and received."""
         self.first: int | None = None
         """The first epoch of the session."""
         self.used: set[tuple[str, int]] = set()
@@ -313,7 +313,7 @@ class Sink(Peer):
         self.grant_bytes()
 
     def pieces(self, made: Request) -> list[moving.Piece]:
-        """What this rank pair moves for a request, in the order of the stream."""
+        """Pieces that this rank pair moves for a request, in the order of the stream."""
         return moving.pieces(self.theirs, self.geometry or {}, (self.source_rank, self.rank), self.watch.features,
                              self.side(made))  # fmt: skip
 
@@ -347,7 +347,7 @@ class Sink(Peer):
                 self.image[offset : offset + hi - lo] = held
 
     def differs(self) -> str:
-        """Where the memory differs from what it must hold, canaries included; empty if it does not."""
+        """The difference of the memory from what it must hold, canaries included; empty if there is none."""
         assert self.memory is not None
         wrong = np.flatnonzero(self.memory.bytes != self.image)
         if not wrong.size:
@@ -356,7 +356,7 @@ class Sink(Peer):
         return f"{wrong.size} bytes differ, the first at {at}: {self._where(at)}"
 
     def _where(self, at: int) -> str:
-        """What is at a byte, in words."""
+        """The place of a byte, in words."""
         for columns in self.columns:
             for k, begin in enumerate(int(offset) for offset in columns["offset"]):
                 item = int(columns["item_stride"][k])

@@ -55,7 +55,7 @@ _OF_TRANSFER = {message for _, message in _TRANSFER} - {"Error"}
 
 
 class Watch:
-    """What one connection has carried, and the resulting state; `engine` is the engine's role."""
+    """The messages that one connection has carried, and the resulting state; `engine` is the engine's role."""
 
     def __init__(self, engine: str) -> None:
         self.log: list[tuple[float, str, str, Json | str]] = []
@@ -218,5 +218,5 @@ def _sequence(frame: Frame) -> Any:
 
 
 def _same(frame: Frame) -> Json:
-    """What a repeated request has in common with the first: everything except how long a lease still lasts."""
+    """Fields that a repeated request has in common with the first: all except how long a lease still lasts."""
     return {k: v for k, v in frame.fields.items() if k != "lease"}

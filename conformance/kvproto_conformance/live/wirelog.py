@@ -1,4 +1,4 @@
-"""What both sides of a scenario said, as lines for people, without what the registry calls secret."""
+"""Messages of both sides of a scenario, as lines for people, without what the registry calls secret."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvproto_conformance.live.running import Result
 
 _WIDTH = 160
-"""How many characters of a message's fields are shown."""
+"""The number of characters of a message's fields that are shown."""
 _HIDDEN = "..."
 
 

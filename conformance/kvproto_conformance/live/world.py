@@ -17,7 +17,7 @@ from kvproto_conformance.sections import whole
 
 Json = dict[str, Any]
 GAP = 64
-"""How many bytes before, between and after columns nobody may write."""
+"""Bytes before, between and after columns that nobody may write."""
 MORE_RING = 3
 """By how many rows a ring of the suite is longer than the engine's."""
 
@@ -114,7 +114,7 @@ def window(group: Json, tokens: int, axes: Mapping[str, int], first: int = 0) ->
 
 
 def items_of(group: Json, first: int, count: int, cp_rank: str = "0") -> int:
-    """How many items of a cp rank a window needs (lowering.md)."""
+    """The number of items of a cp rank that a window needs (lowering.md)."""
     if group["kind"] in ("SLOT", "RING"):
         return 1
     step, rows = int(group["tokens_per_row"]), int(group["rows"])

@@ -1,4 +1,4 @@
-"""What of HiCache is hooked if its storage is ours: keys of pages, the tree that asks for them, memory of the host."""
+"""Hooks into HiCache if its storage is ours: keys of pages, the tree that asks for them, memory of the host."""
 
 from __future__ import annotations
 

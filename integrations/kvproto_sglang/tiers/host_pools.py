@@ -1,4 +1,4 @@
-"""How HiCache's pools of the host are stated: each by its very class, in every layout that strides describe.
+"""Statements of HiCache's pools of the host: each by its very class, in every layout that strides describe.
 
 A pool holds all layers of a token side by side (page_first), of a page (page_first_direct, page_head), or each layer
 apart (layer_first). The layers of a draft that is packed behind the target's are a group of their own.
@@ -32,7 +32,7 @@ HOST_POOLS = {"MHATokenToKVPoolHost": _attention, "MLATokenToKVPoolHost": _laten
 
 
 def state_host(pool: Any, owner: Owner, drafts: Owner | None = None) -> list[Stated]:
-    """What a pool of the host holds, of the target and of drafts behind it; raises LocalError for what is not known."""
+    """Contents of a pool of the host, of the target and of drafts behind it; raises LocalError for unknown pools."""
     kind, known = type(pool).__name__, sorted(HOST_POOLS)
     if kind not in known:
         raise refused(f"host pool of the {owner.of}", f"one of {known}", kind)

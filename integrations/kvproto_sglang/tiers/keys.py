@@ -91,7 +91,7 @@ class PageKeys:
 
 
 class Keys:
-    """What hashes pages in this process: SGLang itself, until a back end is open."""
+    """The functions that hash pages in this process: SGLang's own, until a back end is open."""
 
     def __init__(self) -> None:
         self.pages: PageKeys | None = None
@@ -121,4 +121,4 @@ class Keys:
 
 
 KEYS = Keys()
-"""Those of this process: SGLang's hooks know no object."""
+"""The keys of this process: SGLang's hooks know no object."""

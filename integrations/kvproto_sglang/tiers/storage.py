@@ -25,7 +25,7 @@ __all__ = ["KvprotoTiers"]
 
 WHERE = "hicache_storage_backend_extra_config"
 _DYNAMIC = ("backend_name", "module_path", "class_name", "interface_v1")
-"""What SGLang itself reads there."""
+"""Settings that SGLang itself reads there."""
 _KV, _DRAFT = "kv", "draft"
 """Names of HiCache's pools."""
 
@@ -94,7 +94,7 @@ class KvprotoTiers(base.HiCacheStorage):
         KEYS.open(PageKeys(self._pages.space, page, most), self._pages.space_of)
 
     def _prompt(self, keys: Sequence[str]) -> tuple[StoredPages, Chain, int] | None:
-        """Where pages of these keys are, the prompt that they are of, and the number of the first of them."""
+        """The pages of these keys, the prompt that they are of, and the number of the first of them."""
         found = KEYS.chain(keys) if keys and self._pages is not None else None
         return None if found is None or self._pages is None else (self._pages, *found)
 
@@ -155,7 +155,7 @@ class KvprotoTiers(base.HiCacheStorage):
         raise _only_v1()
 
     def clear(self) -> None:
-        """What is stored is other engines', too: `kvproto tiers PLACE --drop` deletes it."""
+        """Delete nothing: pages are other engines' too, and `kvproto tiers PLACE --drop` deletes them."""
 
     def close(self) -> None:
         KEYS.close()

@@ -218,7 +218,7 @@ class Prepared:
     table: Table
     address: int
     memory: object = None
-    """What holds it on the device, freed with this object."""
+    """The object that holds it on the device, freed with this one."""
 
 
 @attrs.frozen

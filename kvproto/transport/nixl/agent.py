@@ -116,7 +116,7 @@ class Peer(Slotted):
         self.name, self.path = contents.name, path
         """The name of the peer's agent; the path of the region for errors."""
         self.lost: KvprotoError | None = None
-        """Why no write to it can succeed any more."""
+        """The reason that no write to it can succeed any more."""
 
     def write(self, source: ByteRange, to: ByteRange) -> Write:
         """Post one write of memory inside a `Registered` to memory of this peer, of equal length."""

@@ -135,7 +135,7 @@ class IncomingStream:
     packer: Packer
     at: int = 0
     error: KvprotoError | None = None
-    """Why unpacking failed: a fault of ours, not the peer's."""
+    """The error that ended unpacking: a fault of ours, not the peer's."""
 
     def advance(self, offset: int, size: int, last: bool) -> None:
         """Pass the next bytes; raises OUT_OF_RANGE for others, FIELD_CONFLICT for a wrong `last`."""

@@ -21,7 +21,7 @@ class Kernel(Protocol):
         """Prepare for the arrays of the next step; those of earlier steps are no longer needed."""
 
     def repeats(self, batch: Batch) -> Hashable | None:
-        """What steps of as many tokens have in common if one of them, captured, can be replayed for the others.
+        """A key that steps of as many tokens share if one of them, captured, can be replayed for the others.
 
         It is the same on all ranks; None: such a step cannot be captured.
         """

@@ -26,7 +26,7 @@ class Span:
     count: int
     pages: Sequence[int]
     proposed: int = 0
-    """How many of the tokens, the last ones, are proposals that may not stay."""
+    """The number of tokens, the last ones, that are proposals and may not stay."""
     window: Sequence[int] = ()
     """The pages in which the sliding windows of the sequence move (`cache/windows.py`)."""
 

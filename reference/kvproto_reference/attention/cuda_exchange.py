@@ -1,4 +1,4 @@
-"""How the ranks of a DCP group exchange queries and merge attention on GPUs, with the kernels of merge.cu.
+"""Exchange of queries and merge of attention among the ranks of a DCP group on GPUs, with the kernels of merge.cu.
 
 `PackedAllToAll` goes through NCCL, between a kernel that packs and one that merges. `PeerMapped` is one kernel that
 packs, scatters to the peers' mapped memory and merges, and one that gathers queries, for ranks of one host with a GPU

@@ -1,4 +1,4 @@
-"""How the ranks of a DCP group exchange queries and merge attention: over torch.distributed.
+"""Exchange of queries and merge of attention among the ranks of a DCP group, over torch.distributed.
 
 Each rank attends over its own tokens with the query heads of all ranks; then each gets its own heads over all tokens.
 A layer needs an all-gather of q, then either an all-gather of the log-sum-exps and a reduce-scatter of the outputs, or
@@ -85,7 +85,7 @@ class AllToAll(_Group):
 
 
 ON_CUDA = {"a2a_packed": "PackedAllToAll", "peer": "PeerMapped"}
-"""Those of `cuda_exchange`, by NCCL and by mapped memory, for ranks with a GPU each and elements of 16 bits."""
+"""Exchanges of `cuda_exchange`, by NCCL and by mapped memory, for ranks with a GPU each and elements of 16 bits."""
 EXCHANGES = ("ag_rs", "a2a", *ON_CUDA)
 """All exchanges by name; the first two are over any process group."""
 

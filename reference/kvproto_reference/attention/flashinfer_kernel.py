@@ -268,7 +268,7 @@ def _last(bounds: Int32s, size: int) -> Int32s:
 
 
 def lacks(pool: KVPool) -> str:
-    """Why FlashInfer cannot attend over this pool; empty if it can."""
+    """The reason that FlashInfer cannot attend over this pool; empty if it can."""
     config = pool.config
     if find_spec("flashinfer") is None:
         return "FlashInfer is not installed: pip install 'kvproto[flashinfer]'"

@@ -37,7 +37,7 @@ class Partial:
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor, some: Tensor) -> Partial:
-        """What a kernel returned, with the neutral element for tokens that had nothing to read: `some` bool [tokens].
+        """Return a kernel's result, with the neutral element for tokens that had nothing to read: `some` bool [tokens].
 
         Kernels leave anything there, NaN and stale memory included, so it is selected away, never multiplied.
         """
@@ -55,7 +55,7 @@ class Partial:
 
 @attrs.frozen(eq=False)
 class Base2:
-    """What a kernel returned, unchanged: the log-sum-exp `log2` [tokens, heads] is in base 2, as FlashInfer's are.
+    """The result of a kernel, unchanged: the log-sum-exp `log2` [tokens, heads] is in base 2, as FlashInfer's are.
 
     `read` [tokens] is the number of rows that a token read; if it is 0, both of the others may hold anything. Only a
     merge that knows this type accepts one; `natural` makes what the others accept, in additional passes.
@@ -71,7 +71,7 @@ class Base2:
 
 
 Found = Partial | Base2
-"""What a kernel returns."""
+"""The result of a kernel."""
 
 
 def share(part: Partial, total: Tensor) -> Tensor:

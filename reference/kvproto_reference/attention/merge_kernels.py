@@ -48,7 +48,7 @@ def call(result: tuple[Any, ...], what: str) -> Any:
 
 
 def base2(found: Found) -> Base2:
-    """What a kernel returned, with the log-sum-exp in base 2."""
+    """Return a kernel's result with the log-sum-exp in base 2."""
     if isinstance(found, Base2):
         return found
     read = torch.ones(len(found.out), dtype=torch.int32, device=found.out.device)

@@ -37,12 +37,12 @@ class PagedAttention(Attention):
         self._kernel.plan(batch)
 
     def repeats(self, batch: Batch) -> Hashable | None:
-        """What captured steps have in common, as `Kernel.repeats` says."""
+        """The key that captured steps share, as in `Kernel.repeats`."""
         return self._kernel.repeats(batch)
 
     @property
     def record(self) -> StateRecord | None:
-        """Where the states of recurrent layers are, if the model has such."""
+        """The record of states of recurrent layers, if the model has such."""
         return None
 
     def end(self) -> None:

@@ -187,7 +187,7 @@ class _Step:
 
     @cached_property
     def _bounds(self) -> Ints:
-        """How many rows are before the one that follows a token [tokens]."""
+        """The number of rows before the one that follows a token [tokens]."""
         bounds: Ints = self._batch.token_bounds.astype(np.int64)
         return bounds
 

@@ -1,4 +1,4 @@
-"""Where the bytes of a pool come from: zeroed memory that kvproto can share, as flat uint8 tensors."""
+"""Memory of pools: zeroed bytes that kvproto can share, as flat uint8 tensors."""
 
 import os
 from collections.abc import Callable

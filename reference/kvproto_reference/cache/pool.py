@@ -93,7 +93,7 @@ class KVPool:
             raise EngineError(f"page {beyond[0]} is outside a pool of {self.pages} pages")
 
     def places(self, slots: npt.NDArray[np.int64]) -> Tensor:
-        """Where rows of these slots [tokens] are written; -1 stands for rows of other ranks."""
+        """Places of rows of these slots [tokens] in the pool; -1 stands for rows of other ranks."""
         self.check((slots[slots >= 0] // self.page_size).astype(np.int32))
         return torch.from_numpy(np.where(slots < 0, self.pages * self.page_size, slots)).to(self.device)
 

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a rank stores, and where: kvproto's owner function, for the engine's own bookkeeping.
+"""Tokens of a sequence that a rank stores, and their places: kvproto's owner function, for the engine's bookkeeping.
 
 Allocator, slot mapping, lengths and masks all use a `Shard`; the plan uses the same functions of the same group, so
 what is attended to is what was handed over.
@@ -33,7 +33,7 @@ class Shard:
         return self.group.cp_size
 
     def rows(self, tokens: Ints) -> Ints:
-        """How many of the first `tokens` tokens (any shape) this rank stores."""
+        """The number of tokens, of the first `tokens` (any shape), that this rank stores."""
         return owned_before(self.group, self.cp_rank, tokens)
 
     def owners(self, positions: Ints) -> Ints:

@@ -29,7 +29,7 @@ class Stops:
 
 @attrs.frozen(eq=False)
 class StateRecord:
-    """Which item of a state pool has the state after how many tokens of its sequence; the same on all ranks.
+    """The item of a state pool that has the state after so many tokens of a sequence; the same on all ranks.
 
     The state after n tokens of a sequence is in the item of the page that its last token belongs to. So an item is
     the sequence's own as long as that page is, and a page that is full keeps the state after its last token.

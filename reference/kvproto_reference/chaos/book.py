@@ -1,4 +1,4 @@
-"""Which request owns each page of an engine, and what the page must hold: only granted pages may change."""
+"""Owners of an engine's pages, by request, and what each page must hold: only granted pages may change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Shelf:
         self._granted = np.zeros(pool.pages(GROUP), bool)
         self._owner: dict[int, Name] = {}
         self._past: dict[Name, str] = {}
-        """How requests ended: proven, arrived or lost."""
+        """Outcomes of requests: proven, arrived or lost."""
         self._free = list(range(pool.pages(GROUP)))
         self._blank(self._free)
 

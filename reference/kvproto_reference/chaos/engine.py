@@ -1,4 +1,4 @@
-"""What both engines of chaos have in common: a process with a door, a pipe to the harness, and a checked end."""
+"""Shared parts of both engines of chaos: a process with a door, a pipe to the harness, and a checked end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PAGES = 160
 
 @attrs.frozen
 class Setup:
-    """How one run of an engine starts."""
+    """Arguments of one run of an engine."""
 
     name: str
     number: int

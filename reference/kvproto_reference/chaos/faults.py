@@ -1,4 +1,4 @@
-"""What happens to the engines of a seed and to frames on their way, at a time or when a message passes."""
+"""Faults of the engines of a seed and of frames on their way, at a time or when a message passes."""
 
 from __future__ import annotations
 

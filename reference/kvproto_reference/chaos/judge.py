@@ -1,4 +1,4 @@
-"""How every request ended, which findings the proxy's lies excuse, and which are violations."""
+"""Outcomes of all requests, findings that the proxy's lies excuse, and violations."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Judge:
                 ask.outcome = "its engine died"
 
     def lost_by(self, number: int) -> dict[str, int]:
-        """How the attempts of a request ended, and how often."""
+        """Outcomes of a request's attempts, with the number of each."""
         return dict(Counter(ask.outcome or "nothing" for name, ask in self.asks.items() if name[0] == number))
 
     # lies

@@ -1,4 +1,4 @@
-"""What pages hold instead of a cache: labels that name request, attempt, layer, part, head and token.
+"""Labels that pages hold instead of a cache: they name request, attempt, layer, part, head and token.
 
 A label is 16 bytes and fills one head of one token. Its last word is a mix of the others, so that other bytes, or parts
 of two labels, are recognized.
@@ -48,7 +48,7 @@ Cells = npt.NDArray[np.uint32]
 
 @attrs.frozen
 class Found:
-    """What a label says; `request` is None for bytes that are not a label."""
+    """The contents of a label; `request` is None for bytes that are not a label."""
 
     request: int | None
     attempt: int = 0
@@ -86,13 +86,13 @@ def read(request: int, attempt: int, tokens: Sequence[int] | npt.NDArray[Any], l
 
 
 def blank(number: int, pages: int, layer: int, part: int, whose: int) -> Cells:
-    """What free pages hold, [pages, tokens, heads, 4]; `number` counts the pages that the engine has freed."""
+    """Cells of free pages, [pages, tokens, heads, 4]; `number` counts the pages that the engine has freed."""
     made = np.repeat(read(_FREE, whose, np.arange(number, number + pages), layer, part), PAGE, 0)
     return made.reshape(pages, PAGE, HEADS, 4)
 
 
 def found(cell: Cells) -> Found:
-    """What one label [4] says."""
+    """Read one label [4]."""
     if _mix(cell[None])[0] != cell[3]:
         return Found(None)
     return Found(int(cell[0]), int(cell[1]) >> 24, int(cell[2]), int(cell[0]) == _FREE)

@@ -1,4 +1,4 @@
-"""What one seed does, as a pure function of its number, so that `--show` prints what a run will do."""
+"""The plan of one seed, as a pure function of its number, so that `--show` prints what a run will do."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Order:
     cached: int
     """Tokens that decode already has."""
     first: float
-    """How much later one side hears of it: prefill if negative, else decode."""
+    """The delay until one side hears of it: prefill if negative, else decode."""
     chunks: tuple[tuple[float, int], ...]
     """Pauses of prefill, and the number of tokens that are computed after each."""
     deadline: float
@@ -72,7 +72,7 @@ class Order:
     other_prompt: bool = False
     """Whether the two sides have different prompts."""
     named: str = "at once"
-    """When decode names its pages: "at once", "late" (once prefill is over), or in "spans" while prefill runs."""
+    """The time at which decode names its pages: "at once", "late" (once prefill is over), or in "spans" meanwhile."""
 
 
 @attrs.frozen
@@ -83,7 +83,7 @@ class Fault:
     whom: str
     at: float = 0.0
     seconds: float = 0.0
-    """How long it lasts, or how long an engine stays dead."""
+    """Its duration, or the time that an engine stays dead."""
     amount: float = 0.0
     message: str = ""
     nth: int = 0
@@ -122,7 +122,7 @@ class Plan:
     transports: dict[str, str]
     threads: dict[str, bool]
     rates: dict[str, float]
-    """How fast each engine's clock runs."""
+    """The speed of each engine's clock."""
     verify: bool | str
     weather: Weather
     orders: tuple[Order, ...]

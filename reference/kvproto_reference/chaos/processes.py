@@ -78,7 +78,7 @@ class Runner:
                 self.conn.send(word)
 
     def heard(self) -> list[tuple[Any, ...]] | None:
-        """What the engine has said; None at its end."""
+        """Messages of the engine since the last call; None at its end."""
         found = deque[tuple[Any, ...]]()
         try:
             while self.conn is not None and self.conn.poll():

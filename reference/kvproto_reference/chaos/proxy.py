@@ -62,7 +62,7 @@ class Passing:
 
 
 class Watcher(Protocol):
-    """What the proxy tells of frames."""
+    """An observer of the proxy's frames."""
 
     def before(self, one: Passing) -> None:
         """Called before a frame passes."""

@@ -1,4 +1,4 @@
-"""What routers go by: a prefill engine of chaos keeps prompts and announces them, a decode engine's router listens."""
+"""Prompts that routers go by: a prefill engine of chaos keeps and announces them, a decode engine's router listens."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Kept:
 
 
 class Router:
-    """What a decode engine's process knows of the prefill engines' pages, as a router would."""
+    """A decode engine's knowledge of the prefill engines' pages, like a router's."""
 
     def __init__(self, name: str, sources: Mapping[str, tuple[str, str]], options: Options, again: Callable[..., None]):
         """`sources` has addresses and keys by engine; `again(seconds, call)` calls later."""

@@ -1,4 +1,4 @@
-"""What the server of processes does before it starts engines, so that each of them starts within milliseconds."""
+"""Preparations of the server of processes before it starts engines, so that each of them starts within milliseconds."""
 
 from kvproto import Pool
 from kvproto.transport import load

@@ -42,7 +42,7 @@ _TRIES = 100
 _OF_UCX = {"pipe": 2, "anon_inode": 1}
 """Descriptors of a thread that UCX cannot end, because a lack of descriptors cost it the port that it listened at."""
 _ENDS = re.compile(r"^\[[^\]]*\] +\w+\.c:\d+ +(Assertion|Fatal)", re.MULTILINE)
-"""What UCX writes when it ends a process, such as one whose peer's port was lost."""
+"""A line that UCX writes when it ends a process, such as one whose peer's port was lost."""
 
 
 @attrs.frozen
@@ -231,7 +231,7 @@ class World:
         asked = {name: {o.prefill: (o.number, o.tokens) for o in orders if o.decode == name} for name in DECODES}
 
         def told() -> dict[tuple[str, str], tuple[object, object]]:
-            """What routers should say, and what they do say."""
+            """By decode and prefill engine: what the router should say, and what it does say."""
             return {
                 (o.decode, o.prefill): (
                     (o.tokens // PAGE * PAGE, self._keeps.get(o.prefill)),
@@ -388,7 +388,7 @@ class World:
 
 
 def _crowd() -> float:
-    """How many processes share each processor."""
+    """The number of processes that share each processor."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 

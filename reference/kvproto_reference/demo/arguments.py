@@ -267,7 +267,7 @@ def _images(options: DemoOptions) -> Iterable[tuple[object, str]]:
 
 
 def _dp_attention(options: DemoOptions) -> Iterable[tuple[object, str]]:
-    """What does not go together with --dp-attention, and why."""
+    """Options that --dp-attention excludes, with the reasons."""
     yield (
         options.attach is not None,
         "--dp-attention is for engines that the demo starts: leave it out, and start yours with --dp",

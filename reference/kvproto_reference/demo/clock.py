@@ -14,7 +14,7 @@ class Clock:
         """Announce each stage at `console`; None announces nothing."""
         self._console = console
         self.seconds: dict[str, float] = {}
-        """How long each stage took, by its name."""
+        """The duration of each stage, by its name."""
 
     @contextlib.contextmanager
     def stage(self, name: str, says: str = "") -> Iterator[None]:

@@ -21,7 +21,7 @@ class _Line:
 
     answers: bool = False
     again: float | None = None
-    """When it is dialled next, by time.monotonic; None: nothing is planned."""
+    """The time of the next dial, by time.monotonic; None: nothing is planned."""
     pause: float = _FIRST
 
 
@@ -56,7 +56,7 @@ class Lines:
         return said
 
     def next_timer(self) -> float | None:
-        """When to dial next, by time.monotonic; None: nothing is planned."""
+        """The time of the next dial, by time.monotonic; None: nothing is planned."""
         return min((line.again for line in self._lines.values() if line.again is not None), default=None)
 
     def _dial(self, rank: int, source: tuple[str, int]) -> None:

@@ -104,7 +104,7 @@ def _shape(options: DemoOptions, role: str) -> str:
 
 
 def _lasted(requests: list[Request], begin: str, end: str, tokens: int = 0) -> str:
-    """How long it took from the first `begin` to the last `end`, with the rate of `tokens` if there are any."""
+    """The time from the first `begin` to the last `end`, with the rate of `tokens` if there are any."""
     if not requests:
         return ""
     seconds = max(r.at[end] for r in requests) - min(r.at[begin] for r in requests)
@@ -146,7 +146,7 @@ def text_of(tokens: list[int], tokenizer: Tokenizer) -> str:
 
 
 def _differs(c: Compared, tokenizer: Tokenizer) -> str:
-    """Where the tokens of the pair first differ from those of one engine."""
+    """The text at which the pair's tokens first differ from those of one engine."""
     if c.request.error is not None:
         return "no answer"
     pairs = zip(c.request.tokens, c.tokens, strict=False)

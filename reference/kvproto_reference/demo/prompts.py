@@ -24,9 +24,9 @@ class Prompt:
     tokens: list[int] = attrs.field(repr=False)
     sampling: SamplingParams = attrs.field(factory=SamplingParams)
     said: str = ""
-    """What a user said, where a chat template made the prompt from it."""
+    """The user's words, if a chat template made the prompt from them."""
     images: tuple[Image, ...] = ()
-    """What its IMAGE tokens show, in turn."""
+    """The images that its IMAGE tokens stand for, in turn."""
 
 
 CHATS = (

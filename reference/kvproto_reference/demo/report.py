@@ -162,7 +162,7 @@ WORDS = {
     },
     "pause": {True: "[green]nothing was lost", False: "[red]nothing was under way, or something was lost"},
 }
-"""How to print a verdict, by its name; those not listed here say whether both sides agree."""
+"""Words for a verdict, by its name; those not listed here say whether both sides agree."""
 
 
 def show(console: Console, router: Router, compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> None:

@@ -158,7 +158,7 @@ def run(
 
 
 def _in_jax(tp: int) -> dict[str, Any]:
-    """How `TieredEngine` computes in JAX, on so many ranks of this process."""
+    """Arguments by which `TieredEngine` computes in JAX, on so many ranks of this process."""
     from ..jax_engine.build import jax_hosted  # imports JAX, which torch engines do without
 
     return {"layout": Layout(tp=tp), "hosted": jax_hosted}

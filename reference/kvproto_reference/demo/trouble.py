@@ -15,7 +15,7 @@ _HEARD = 1.0
 """Seconds after which decode has received whatever the stopped engine had sent."""
 
 _TRIES = 10
-"""How often all prompts are asked once more, where all requests were over too soon."""
+"""The number of times that all prompts are asked once more if all requests were over too soon."""
 
 
 @attrs.frozen
@@ -31,7 +31,7 @@ class Kind:
     later: bool = False
     """Whether half of the requests are submitted only afterwards."""
     seconds: float = 0.0
-    """How long the engine stays away, unless --down says otherwise."""
+    """The time that the engine stays away, unless --down says otherwise."""
 
 
 KINDS = (
@@ -62,7 +62,7 @@ class Trouble:
     status: int | None = None
     """The exit status with which the engine ended."""
     _held_at: float | None = None
-    """When the engine was stopped, which keeps requests under way until it is killed."""
+    """The time at which the engine was stopped, which keeps requests under way until it is killed."""
     _struck: bool = False
     _tries: int = 0
     _back_at: float | None = None

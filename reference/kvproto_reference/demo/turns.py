@@ -27,7 +27,7 @@ from .router import LOAD, Request, Router
 from .start import start
 
 KEEPERS = (("prefill",), ("prefill", "decode"))
-"""Which engines keep pages, one run after the other."""
+"""Engines that keep pages, one run after the other."""
 HEADS = ("turn", "prompt", "a router\nwas told", "prefill\nfound", "computed", "decode\nhad", "a step\ngives", "tokens")
 """Column heads. What was found counts tokens of the prompt: on the device, on the host and in storage."""
 PLACES = "device", "host", "storage"

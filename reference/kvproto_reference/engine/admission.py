@@ -1,4 +1,4 @@
-"""Which requests decode, and which give way: pages are taken as answers grow, from the youngest when none are free.
+"""Admission of requests to decoding: pages are taken as answers grow, from the youngest if none are free.
 
 Requests keep the order in which they came. Why all of them end: while one waits no younger one begins, so those that
 hold pages become fewer until it comes back; and it comes back with the pages of its next step, which only an older one
@@ -30,9 +30,9 @@ class Admission:
     grown: Callable[[Sequence[int]], None] = lambda pages: None
     """Called with pages of the target that a running request gets in addition: what they held is of no use to it."""
     waiting: list[TokenSequence] = attrs.field(factory=list, init=False)
-    """Those without pages: new ones, and those that gave way."""
+    """Sequences without pages: new ones, and those that gave way."""
     running: list[TokenSequence] = attrs.field(factory=list, init=False)
-    """Those that are decoded, or computed again for it."""
+    """Sequences that are decoded, or computed again for it."""
     _came: dict[TokenSequence, int] = attrs.field(factory=dict, init=False)
     _count: int = attrs.field(default=0, init=False)
 

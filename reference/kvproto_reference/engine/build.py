@@ -40,7 +40,7 @@ class Hosted:
 
     @property
     def shards(self) -> list[Shard]:
-        """Which tokens of a sequence each model's pool stores: the target's, and the draft's if there is one."""
+        """The tokens of a sequence that each model's pool stores: the target's, and the draft's if there is one."""
         return [runner.shard for runner in (self.target, self.draft) if runner is not None]
 
 
@@ -114,7 +114,7 @@ def torch_hosted(
 
 
 def place_of(layout: Layout, model: int, config: ModelConfig, world: World) -> TensorParallel:
-    """Which heads and layers of the target (0) or the draft (1) this rank has; all ranks call it in the same order.
+    """The heads and layers of the target (0) or draft (1) that this rank has; all ranks call it in the same order.
 
     The nth holders of all stages form a pipeline, together with the ranks that hold nothing and need its logits.
     """

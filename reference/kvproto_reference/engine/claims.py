@@ -19,7 +19,7 @@ __all__ = ["Claim", "claimed"]
 
 @attrs.define(eq=False)
 class Claim:
-    """What one request holds and needs."""
+    """The pages that one request holds and needs."""
 
     sequence: TokenSequence
     whole: tuple[int, ...]

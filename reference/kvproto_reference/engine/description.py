@@ -1,4 +1,4 @@
-"""What an engine of this package states to kvproto: its caches, its ranks, its tensors."""
+"""The Description of an engine of this package, for kvproto: its caches, its ranks, its tensors."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """How an engine divides its caches over its ranks."""
+    """The division of an engine's caches over its ranks."""
 
     dp: int = 1
     """Replicas of which the engine consists: each attends to its own requests, and all share the target's experts."""
@@ -46,15 +46,15 @@ class Layout:
     interleave: int = 1
     """Consecutive tokens that one CP or DCP rank stores."""
     deal: str | tuple[int, ...] = "cyclic"
-    """Which rank stores each such run: a name that `Parallel` knows, or the ranks until they repeat."""
+    """The rank that stores each such run: a name that `Parallel` knows, or the ranks until they repeat."""
     draft_tp: int | None = None
-    """How many ranks, the first of the last stage, divide the draft's heads; None for all of them, by TP rank."""
+    """The number of ranks, the first of the last stage, that divide the draft's heads; None for all, by TP rank."""
     draft_sharded: bool = False
     """Whether the draft's tokens are dealt like the target's; most engines store a draft whole on every rank."""
     replicate_q: bool = False
     """Whether each rank projects the queries of its whole DCP group, so that none have to be gathered."""
     exchange: str = "a2a"
-    """How DCP ranks merge: a name of `attention.exchange.EXCHANGES`."""
+    """The way in which DCP ranks merge: a name of `attention.exchange.EXCHANGES`."""
 
     @property
     def parallel(self) -> Parallel:
@@ -150,7 +150,7 @@ def geometry(
     cold: bool = False,
     max_logprobs: int | None = None,
 ) -> Geometry:
-    """What the ranks of one replica own: the models' caches, and on ranks of the last stage the first token.
+    """Return what the ranks of one replica own: the models' caches, and on ranks of the last stage the first token.
 
     With it goes, for a head, what the target makes of the last token of the prompt. `tokenizer` is the tokenizer's
     identity. With `cold`, another engine need not know the draft, so nothing of that is asked for. With `max_logprobs`,
@@ -278,7 +278,7 @@ def check_kept(geometry: Geometry, each: Sequence[int]) -> None:
 
 
 def shards(geometry: Geometry, rank: int) -> dict[str, Shard]:
-    """Which tokens a rank stores, by group name."""
+    """The tokens that a rank stores, by group name."""
     groups = {group.id: group for group in geometry.groups}
     owns = geometry.ranks[rank].owns
     return {groups[share.group].name: Shard(groups[share.group], share.cp_rank) for share in owns}

@@ -31,7 +31,7 @@ _LIBC = ctypes.CDLL(None)
 
 @attrs.frozen
 class _Meeting:
-    """Where the processes of an engine meet, how many they are, and the GPU of each, if each has one of its own."""
+    """The meeting place of an engine's processes, their number, and the GPU of each, if each has one of its own."""
 
     file: Path
     size: int

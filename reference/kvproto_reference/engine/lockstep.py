@@ -56,7 +56,7 @@ class Lockstep:
             raise EngineError("another rank of this engine has ended")
 
     def exchange(self, mine: Said) -> list[Said]:
-        """What each rank said, by rank."""
+        """Gather what each rank says, by rank."""
         size, group = self._world.processes, self._world.engine
         if size == 1:
             return [mine]

@@ -35,7 +35,7 @@ class Chunk:
     every: bool = False
     unread: bool = False
     proposed: int = 0
-    """How many of the tokens, the last ones, are proposals; `Runner.settle` says which stay."""
+    """The number of tokens, the last ones, that are proposals; `Runner.settle` says which stay."""
     window: Sequence[int] = ()
     """The pages in which the sliding windows of the sequence move (`cache/windows.py`)."""
     hidden: Tensor | None = None
@@ -52,7 +52,7 @@ class Chunk:
 
     @property
     def wanted(self) -> int:
-        """How many of its last tokens have logits that are wanted."""
+        """The number of its last tokens whose logits are wanted."""
         return len(self.tokens) if self.every else int(not self.unread)
 
 
@@ -81,7 +81,7 @@ class Runner(Protocol):
 
     @property
     def shard(self) -> Shard:
-        """Which tokens of a sequence the pool stores."""
+        """The tokens of a sequence that the pool stores."""
         ...
 
     @property
@@ -112,7 +112,7 @@ class Runner(Protocol):
 
     @property
     def record(self) -> StateRecord | None:
-        """Where the recurrent states of sequences are, in a hybrid model."""
+        """The record of the recurrent states of sequences, in a hybrid model."""
         return None
 
     def begin(self, pages: Sequence[int], shared: int) -> None:

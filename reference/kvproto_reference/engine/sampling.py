@@ -48,7 +48,7 @@ def _as_tuple(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 @attrs.frozen(kw_only=True)
 class SamplingParams:
-    """How tokens are drawn, and after which words they end; raises EngineError for values out of range.
+    """The way in which tokens are drawn, and the words that end them; raises EngineError for values out of range.
 
     Penalties come first, then the temperature, then the choice of the likeliest tokens by `top_k` and by `top_p`.
     """
@@ -57,7 +57,7 @@ class SamplingParams:
     """0: the most likely token."""
     seed: int = attrs.field(default=0, validator=_whole(-(2**63), 2**64 - 1))
     top_k: int = attrs.field(default=0, validator=_whole(0, 2**31))
-    """How many of the likeliest tokens may be drawn; 0: all."""
+    """The number of likeliest tokens that may be drawn; 0: all."""
     top_p: float = attrs.field(default=1.0, validator=_between(0.0, 1.0))
     """The likeliest tokens are drawn from, until their probabilities add up to this."""
     repetition: float = attrs.field(default=1.0, validator=_between(0.01, 100.0))
@@ -71,7 +71,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Whether the text goes on after a token that ends it."""
     logprobs: int | None = attrs.field(default=None, validator=attrs.validators.optional(_whole(0, 2**31)))
-    """How many of the likeliest tokens are told at each place, with log probabilities, beside the drawn one."""
+    """The number of likeliest tokens that are told at each place, with log probabilities, beside the drawn one."""
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> SamplingParams:

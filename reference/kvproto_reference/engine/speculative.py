@@ -16,7 +16,7 @@ from .sequence import TokenSequence
 
 @attrs.define(eq=False)
 class _Proposal:
-    """What the draft proposes for one sequence."""
+    """The tokens that the draft proposes for one sequence."""
 
     sequence: TokenSequence
     start: int
@@ -39,7 +39,7 @@ class _Proposal:
         return len(self.tokens) < self.most and self.newest not in self.sequence.ends
 
     def chunk(self, ahead: int) -> Chunk:
-        """What the draft runs for the next token: one row, but first all rows that a head lacks."""
+        """The draft's rows for the next token: one row, but first all rows that a head lacks."""
         sequence, table = self.sequence, self.sequence.tables[1]
         at = self.start + len(self.tokens) - ahead
         return Chunk([self.newest], at, table, made=self.made) if not ahead or self.tokens else _lacking(sequence)

@@ -33,7 +33,7 @@ _PAUSE = 0.0002
 
 @attrs.frozen(kw_only=True)
 class Answer:
-    """What a request got, and how many tokens of its prompt were found where."""
+    """The answer to a request, and how many tokens of its prompt were found where."""
 
     tokens: list[int]
     stats: SpeculationStats

@@ -59,7 +59,7 @@ class Partial(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What one rank computes in a step, and reads from its pool."""
+    """Indices of the rows that one rank computes in a step, and reads from its pool."""
 
     positions: jax.Array
     """Positions of the tokens that the rank computes, int32 [spans, n]; -1 for padding."""

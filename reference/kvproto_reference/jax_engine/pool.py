@@ -77,7 +77,7 @@ class RankPools:
                 raise EngineError(f"page {page} is outside a pool of {self.pages} pages")
 
     def at(self, layers: Sequence[int]) -> tuple[At, npt.NDArray[np.int32]]:
-        """Which of the arrays of `read` has each part of these layers, and its first page there [layers, parts]."""
+        """Arrays of `read` that have the parts of these layers, and the parts' first pages there [layers, parts]."""
         if self._firsts is None:
             number = itertools.count()
             at = tuple(tuple((part, next(number)) for part in self._parts) for _ in layers)
@@ -222,7 +222,7 @@ def gpus_of(pools: Sequence[Pool]) -> list[int]:
 
 
 def _firsts(pool: Pool, group: str, keys: Sequence[tuple[int, str]]) -> tuple[int, ...] | None:
-    """Where layers and parts begin, in pages from the first one; None if they are no pages of one array."""
+    """Beginnings of layers and parts, in pages from the first one; None if they are no pages of one array."""
     places = [pool.place(group, *key) for key in keys]
     if len({region for region, *_ in places}) != 1:
         return None

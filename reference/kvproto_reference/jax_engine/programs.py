@@ -57,7 +57,7 @@ def quick(platform: str = "cpu") -> dict[str, Any]:
 
 @attrs.frozen
 class Piece:
-    """What a program computes of a step; programs of pieces that are equal are one."""
+    """The part of a step that a program computes; equal pieces share one program."""
 
     kinds: tuple[str, ...]
     """The kind of each layer, in order; empty for none."""
@@ -129,7 +129,7 @@ class Programs:
 
     @property
     def tokens(self) -> PartitionSpec:
-        """How a step's tokens are placed: all on every rank, or split over `cp`, with a grid for each rank along it."""
+        """Placement of a step's tokens: all on every rank, or split over `cp`, with a grid for each rank along it."""
         return DEALT if isinstance(self.attention, ContextAttention) else EVERYWHERE
 
     def run(self, piece: Piece, given: Given) -> Made:

@@ -89,7 +89,7 @@ class _Step:
     wanted: Ints
     """Tokens whose logits are wanted, counted along the spans, with padding behind them."""
     count: int
-    """How many they are without padding."""
+    """Their number without padding."""
     cells: Ints
     """The cell of each token, counted along the spans."""
     features: npt.NDArray[Any] | None
@@ -125,7 +125,7 @@ class JaxRunner(Runner):
         self._tried: dict[int, tuple[RankStates, Mapping[str, jax.Array]]] = {}
         """By layer: the states after the proposals of the last step, among others."""
         self._pieces: dict[tuple[tuple[int, ...], bool, bool, bool], tuple[Piece, dict[str, jax.Array]]] = {}
-        """What programs compute of a step, and the first pages of their pools."""
+        """Pieces that programs compute of a step, with the first pages of their pools."""
 
     @property
     def shard(self) -> Shard:
@@ -229,7 +229,7 @@ class JaxRunner(Runner):
         return ALL if self._config.reach(layer) is None else NEAR
 
     def _with_rows(self, layers: Sequence[int]) -> dict[str, list[int]]:
-        """Those of these layers that have rows, by kind."""
+        """The layers among these that have rows, by kind."""
         found: dict[str, list[int]] = {}
         for layer in layers:
             if not self._config.recurs(layer):
@@ -239,7 +239,7 @@ class JaxRunner(Runner):
     def _piece(
         self, stage: Stage, layers: tuple[int, ...], begins: bool, ends: bool, fuses: bool
     ) -> tuple[Piece, dict[str, jax.Array]]:
-        """What a program computes of a step, and the first page of each layer and part in its pools, by kind."""
+        """A program's piece of a step, and the first page of each layer and part in its pools, by kind."""
         key = layers, begins, ends, fuses
         if key not in self._pieces:
             at = {kind: stage.pools[kind].at(some) for kind, some in self._with_rows(layers).items()}
@@ -335,7 +335,7 @@ class JaxRunner(Runner):
         )
 
     def _reads(self, kind: str, chunks: Sequence[Chunk], grid: _Grid, batches: Sequence[Batch]) -> _Reads:
-        """What ranks read and write of the pools of one kind of layer."""
+        """The rows that ranks read and write in the pools of one kind of layer."""
         for stage in self._stages:
             for chunk in chunks:
                 stage.pools[kind].check(chunk.pages[: self.shard.pages(chunk.stop)])
@@ -362,7 +362,7 @@ class JaxRunner(Runner):
 
 
 def _features(chunks: Sequence[Chunk], cells: Ints, shape: tuple[int, int]) -> npt.NDArray[Any]:
-    """What a head reads of each token, in its cell [spans, n, width]; all chunks have the same kind."""
+    """The features that a head reads of each token, in its cell [spans, n, width]; all chunks have the same kind."""
     made = [chunk.made for chunk in chunks if chunk.made is not None]
     found = numpy_of(torch.cat(made or [chunk.hidden for chunk in chunks if chunk.hidden is not None]).cpu())
     out = np.zeros((shape[0] * shape[1], found.shape[-1]), found.dtype)

@@ -1,4 +1,4 @@
-"""What the engine needs of a model, and what a model's layers need of the attention that stores their rows."""
+"""Protocols of a model, for the engine, and of the attention that stores rows, for a model's layers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -19,14 +19,14 @@ State = Mapping[str, Tensor]
 
 
 class Recurrence(Protocol):
-    """How the tokens of a recurrent layer change its state; leading batch dims are allowed."""
+    """The change of a recurrent layer's state by its tokens; leading batch dims are allowed."""
 
     def begin(self, inputs: Tensor) -> State:
         """The state before the first token; `inputs` are as in `run`."""
         ...
 
     def run(self, state: State, inputs: Tensor, after: Sequence[int]) -> tuple[Tensor, list[State]]:
-        """What `inputs` [..., n, width] of n tokens make of a state: outputs [..., n, heads, value_dim], and states.
+        """Advance a state by `inputs` [..., n, width] of n tokens: outputs [..., n, heads, value_dim], and states.
 
         The states are those after so many of the tokens as `after` says, ascending.
         """

@@ -90,7 +90,7 @@ class WindowConfig:
 
     layers: tuple[int, ...] = attrs.field(converter=_ints)
     tokens: int
-    """How many, of which a token itself is one."""
+    """The number of them, a token itself included."""
 
     def __attrs_post_init__(self) -> None:
         _check_positive("window", "tokens", self.tokens)

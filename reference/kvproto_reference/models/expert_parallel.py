@@ -24,12 +24,12 @@ class ExpertParallel:
     group: dist.ProcessGroup | None = None
 
     def held(self, experts: int) -> list[int]:
-        """How many experts each rank has, one after the other."""
+        """The number of experts of each rank, one after the other."""
         bounds = [experts * rank // self.size for rank in range(self.size + 1)]
         return [hi - lo for lo, hi in itertools.pairwise(bounds)]
 
     def share(self, experts: int) -> slice:
-        """Those of this rank."""
+        """The experts of this rank."""
         first = sum(self.held(experts)[: self.rank])
         return slice(first, first + self.held(experts)[self.rank])
 
@@ -39,7 +39,7 @@ class ExpertParallel:
         return bool(heard.any())
 
     def run(self, experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, counts: Tensor) -> Tensor:
-        """What experts of all ranks make of rows [n, hidden], sorted by expert, `counts` [experts] for each.
+        """Run the experts of all ranks on rows [n, hidden], sorted by expert, `counts` [experts] for each.
 
         `experts` runs those of this rank: rows in their order, and how many are for each. A collective.
         """

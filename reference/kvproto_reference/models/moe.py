@@ -56,7 +56,7 @@ class MoeFFN(nn.Module):
         return out.view_as(x)
 
     def _routed(self, tokens: Tensor) -> Tensor:
-        """What the chosen experts make of tokens [n, hidden], or of this rank's part of each expert's width."""
+        """Outputs of the chosen experts for tokens [n, hidden], or of this rank's part of each expert's width."""
         weights, chosen = self.route(tokens)
         order = chosen.flatten().argsort(stable=True)
         rows, counts = tokens[order // self.moe.top_k], chosen.flatten().bincount(minlength=self.moe.experts)

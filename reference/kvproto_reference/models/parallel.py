@@ -12,7 +12,7 @@ from .expert_parallel import ExpertParallel
 
 @attrs.frozen
 class Pipeline:
-    """Which ranks have which layers of a model, and this rank's place; `group` None means that it has all of them.
+    """The layers of a model by rank, and this rank's place; `group` None means that it has all of them.
 
     A step is on one rank at a time: hidden states go from chunk to chunk, and all ranks wait for the logits.
     """
@@ -77,7 +77,7 @@ class TensorParallel:
     replicate_q: bool = False
     """Whether a rank projects the queries of its whole DCP group, so that none have to be gathered."""
     pipeline: Pipeline | None = None
-    """Which layers this rank has; None: all of them."""
+    """The layers that this rank has; None: all of them."""
     experts: ExpertParallel | None = None
     """The ranks over which whole experts are dealt; None: those of the TP group divide the width of each."""
 
@@ -103,7 +103,7 @@ class TensorParallel:
         return TensorParallel(self.rank // self.dcp, self.size // self.dcp)
 
     def stages(self, layers: int) -> Pipeline:
-        """Which ranks have which of a model's layers."""
+        """A model's layers by rank."""
         return self.pipeline or Pipeline(self.rank, ((self.rank, range(layers)),))
 
     def queries(self, count: int) -> slice:
@@ -201,7 +201,7 @@ CUTS = {
     **dict.fromkeys(("value", "value_conv", "output_gate", "decay", "strength", "rate", "shift"), ("value_heads", 0)),
     "out": ("value_heads", -1),
 }
-"""What of a weight is divided over ranks, and along which dim; weights that are not here are on every rank."""
+"""By weight: the unit in which it is divided over ranks, and the dim; weights that are not here are on every rank."""
 
 
 def cut(config: ModelConfig, tp: TensorParallel, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -1,4 +1,4 @@
-"""What a sink refuses of sources that do not keep to the specification: one thing is wrong, and the rest is right."""
+"""Refusals by a sink of sources that do not keep to the specification: one thing is wrong, and the rest is right."""
 
 from __future__ import annotations
 

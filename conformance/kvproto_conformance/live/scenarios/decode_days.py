@@ -1,4 +1,4 @@
-"""What sources that keep to the specification do on other days: other numbers, orders and ends than the common ones."""
+"""Sources that keep to the specification on other days: other numbers, orders and ends than the common ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a source may say wrongly to a sink, and what must come of each."""
+"""Wrong messages from a source to a sink, and what must come of each."""
 
 from __future__ import annotations
 

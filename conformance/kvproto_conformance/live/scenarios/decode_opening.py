@@ -1,4 +1,4 @@
-"""What a sink opens no session over: unsafe addresses, and Descriptions that it cannot plan with."""
+"""Addresses and Descriptions over which a sink opens no session: unsafe ones, and those that it cannot plan with."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ for _id, _title, _guards, _mode, _at in (
 @scenario("LIVE-933", "a Welcome that says another rank listens over TCP without keys", "KVP-NET-INSECURE",
           role="sink", guards=_ANYBODY, level="L4")  # fmt: skip
 def _unsafe_endpoint(run: DecodeRun) -> None:
-    """What waits may be lost; nothing is said to that rank."""
+    """Messages that wait may be lost; nothing is said to that rank."""
     first, second = run.source(2)
     second.wire.close()
     addresses = first.endpoints | {1: free_address()}

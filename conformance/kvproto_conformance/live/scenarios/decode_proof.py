@@ -1,4 +1,4 @@
-"""What a sink may take for proof, and of what: beside it are other ranks, sequences, sessions and processes."""
+"""Proof that a sink may accept, and its scope: beside it are other ranks, sequences, sessions and processes."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _stray_answers(run: DecodeRun) -> None:
 
 
 def _answer_of(source: Source, answer: Callable[[], Any]) -> Json:
-    """What an answer would say, without sending it."""
+    """The fields that an answer would have, without sending it."""
     said: Json = {}
     source.reply, kept = (lambda to, name, **fields: said.update(fields)), source.reply  # type: ignore[method-assign]
     epochs = dict(source.epochs)

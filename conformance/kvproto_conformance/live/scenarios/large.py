@@ -21,7 +21,7 @@ _TOKENS = 2048
 _STEP = 16_411
 """Every how many bytes the suite looks what has been written: prime, so that it is each lane's turn."""
 _ATTEMPTS = 5
-"""How often a copy may be over before it is stopped."""
+"""Times that a copy may be over before it is stopped."""
 
 
 def _ready(run: PrefillRun, *offered: str) -> Sink:

@@ -1,4 +1,4 @@
-"""How a request of a source ends: aborted before, while and after rows are copied, given up, refused, or too late."""
+"""Ends of a source's request: aborted before, while and after rows are copied, given up, refused, or too late."""
 
 from __future__ import annotations
 

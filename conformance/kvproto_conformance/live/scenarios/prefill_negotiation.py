@@ -1,4 +1,4 @@
-"""How a session with a source begins and ends: negotiation, incarnations, draining."""
+"""Sessions with a source, from begin to end: negotiation, incarnations, draining."""
 
 from __future__ import annotations
 

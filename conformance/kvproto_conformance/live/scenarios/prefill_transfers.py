@@ -195,7 +195,7 @@ def _two_faults(run: PrefillRun) -> None:
 
 def _beyond(known: bool) -> Any:
     def script(run: PrefillRun) -> None:
-        """What ends above the prompt is refused as soon as both are known, not when prefill is over."""
+        """An end above the prompt is refused as soon as both are known, not when prefill is over."""
         sink, prompt = run.ready(), run.prompt()
         if known:
             run.take(prompt)

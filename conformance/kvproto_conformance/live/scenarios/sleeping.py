@@ -38,7 +38,7 @@ def _waits(run: PrefillRun) -> None:
 
 
 _OFTEN = 25
-"""How often it is looked whether memory is free."""
+"""Times that the suite looks whether memory is free."""
 
 
 def _drain(source: Source) -> None:

@@ -161,7 +161,7 @@ def _begun(run: DecodeRun) -> tuple[StagedSource, Prompt, Asked]:
 
 
 Second = Callable[[StagedSource, int, int], Json]
-"""What is said of the second piece of a stream, by where it begins and where the stream ends."""
+"""The fields of a stream's second piece, by where it begins and where the stream ends."""
 
 
 def _misnamed(second: Second, code: str, path: str, clause: str) -> Any:
