@@ -12,13 +12,12 @@ import torch
 from kvproto import Block, LocalError
 from kvproto.errors import ErrorCode
 from kvproto_engines.elements import FLOATS
-from kvproto_engines.states import state_of
-from kvproto_vllm.caches import Layers, Stated, refused
+from kvproto_engines.states import convolved, state_of
+from kvproto_vllm.caches import Layers, Stated
+from kvproto_vllm.specs import STATE, refused
 
-__all__ = ["STATE", "order_of", "states"]
+__all__ = ["order_of", "states"]
 
-STATE = "MambaSpec"
-"""vLLM's name of caches whose block is a state."""
 _KINDS = {
     "mamba1": (("heads",), True),
     "mamba2": (("heads", "groups", "groups"), True),
@@ -26,8 +25,8 @@ _KINDS = {
     "linear": ((), True),
     "short_conv": (("all",), False),
 }
-"""By vLLM's kinds of states: what a convolution has one after the other, and whether there is a matrix. Mamba: inputs of
-the heads, which Mamba 1 has one of for each channel, then B and C. Delta nets, Kimi's too: queries and keys, as wide as a
+"""By vLLM's kinds of states: what a convolution has one after the other, and whether there is a matrix. Mamba:
+inputs of the heads, which in Mamba 1 are channels, then B and C. Delta nets, Kimi's too: queries and keys, as wide as a
 row of a head's matrix, and values."""
 _ORDERS = {"gdn_attn": ("key, value", "value, key"), "linear": ("key, value", "key, value")}
 """Axes of the matrix of a head on a CPU and on a GPU, where other engines have others under the same shape."""
@@ -45,27 +44,21 @@ def states(layers: Layers, ranks: int, rows_first: bool) -> list[Stated]:
         raise LocalError(ErrorCode.BAD_COLUMNS, layers.names[0], mine, spec.mamba_cache_mode, advice)
     if spec.num_speculative_blocks:
         raise refused(layers.names[0], "states without drafts", f"{spec.num_speculative_blocks} blocks for drafts")
-    if kind not in _KINDS:
-        raise refused(layers.names[0], f"states of {', '.join(_KINDS)}", kind)
-    convolved, matrix = _KINDS[kind]
-    if len(found := layers.tensors[0]) != bool(convolved) + matrix or getattr(spec, "tp_replicated", False):
-        mine, shapes = f"{kind}: a convolution's inputs, a matrix, divided by ranks", [tuple(x.shape) for x in found]
-        raise refused(layers.names[0], mine, f"{shapes}, replicated {getattr(spec, 'tp_replicated', False)}")
+    (inputs, matrix), found = _KINDS.get(kind, ((), False)), layers.tensors[0]
+    if kind not in _KINDS or len(found) != bool(inputs) + matrix or getattr(spec, "tp_replicated", False):
+        whole, shapes = " that ranks do not divide" * getattr(spec, "tp_replicated", False), [x.shape for x in found]
+        raise refused(layers.names[0], f"states of {', '.join(_KINDS)}, as they are alone", f"{kind} {shapes}{whole}")
     made: list[Stated] = []
-    blocks: dict[str, Block] = {}
+    lanes: tuple[int, ...] = ()
     if matrix:
+        *sizes, width = found[-1].shape[1:]
+        heads, dim = (*sizes, 1)[:2]
+        lanes = heads * ranks, dim, width
         ssm = [each[-1].flatten(2).unsqueeze(2) for each in layers.tensors]
-        heads, *sizes = found[-1].shape[1:]
-        inputs, width = heads * ranks * (sizes[0] if sizes[1:] else 1), sizes[-1]
-        blocks["heads"] = Block(inputs, inputs // (heads * ranks))
-        made.append(_state(layers, "ssm", ssm, [Block(heads * ranks)]))
-    if convolved:
-        conv = [each[0].transpose(1, 2) if rows_first else each[0] for each in layers.tensors]
-        blocks["all"] = Block(conv[0].shape[1] * ranks)
-        if "groups" in convolved:
-            blocks["groups"] = Block((blocks["all"].lanes - inputs) // 2, width)
-        cut = [blocks[name] for name in convolved]
-        made.insert(0, _state(layers, "conv", [each.unsqueeze(-1) for each in conv], cut))
+        made.append(_state(layers, "ssm", ssm, [Block(lanes[0])]))
+    if inputs:
+        conv = [(each[0].transpose(1, 2) if rows_first else each[0]).unsqueeze(-1) for each in layers.tensors]
+        made.insert(0, _state(layers, "conv", conv, convolved(inputs, conv[0].shape[1] * ranks, *lanes)))
     return made
 
 

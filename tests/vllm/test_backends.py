@@ -1,5 +1,6 @@
 """What vLLM's GPU back ends allocate, stated from its tensors: pages meet between any two, or are refused by name."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,22 @@ import torch
 from kvproto import LocalError, RemoteError
 from kvproto_vllm.caches import check_sizes, state
 from kvproto_vllm.releases import layers_of
-from tests.vllm.backends import HEADS, LAYERS, Backend, hand_over
+from tests.vllm.backends import HEADS, LAYERS, Backend, hand_over, indexer_k_quant_and_cache
 
 NHD, HND = Backend(), Backend("BHNC", name="FLASHINFER")
 TOGETHER = Backend("BLNHC", name="TRITON_ATTN")
 FP8 = Backend(stored="fp8_e4m3", scales=(0.5, 0.25))
 INT8 = Backend(stored="int8_per_token_head", name="TRITON_ATTN")
 MLA = Backend(order="BNHC", mla=True, axes=3, name="FLASH_ATTN_MLA")
+PACKED = Backend(mla=True, stored="fp8_ds_mla", block=64, kernel=64, name="FLASHMLA_SPARSE")
+INDEX = Backend(mla=True, index=True, block=64, kernel=64, name="DEEPSEEK_V32_INDEXER")
+
+
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's function that stores keys of an index."""
+    made = SimpleNamespace(indexer_k_quant_and_cache=indexer_k_quant_and_cache)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(_custom_ops=made))
 
 
 @pytest.mark.parametrize(
@@ -38,6 +48,10 @@ MLA = Backend(order="BNHC", mla=True, axes=3, name="FLASH_ATTN_MLA")
         (Backend(stored="fp8_per_token_head"), Backend("BHNC", stored="fp8_per_token_head")),
         (MLA, attrs.evolve(MLA, order="LBNHC", axes=4, block=64, kernel=64, name="FLASHMLA")),
         (attrs.evolve(MLA, block=128, kernel=128, name="CUTLASS_MLA"), MLA),
+        (PACKED, attrs.evolve(PACKED, order="LBNHC", block=128, kernel=64)),
+        (attrs.evolve(PACKED, order="BLNHC", gap=32), attrs.evolve(PACKED, axes=3)),
+        (INDEX, attrs.evolve(INDEX, order="LBNHC", block=32, kernel=32, axes=3)),
+        (attrs.evolve(INDEX, order="BLNHC"), attrs.evolve(INDEX, block=192)),
         (attrs.evolve(MLA, stored="fp8_e4m3"), attrs.evolve(MLA, stored="fp8_e4m3", order="BLNHC", gap=32)),
     ],
     ids=str,
@@ -51,8 +65,10 @@ def test_pages_meet_by_token_and_head(source: Backend, sink: Backend, tmp_path: 
     [
         (attrs.evolve(NHD, planes=True, name="ROCM_ATTN"), "ROCM_ATTN stores it elsewhere"),
         (attrs.evolve(NHD, stored="nvfp4"), "NVFP4"),
+        (attrs.evolve(INDEX, name="MINIMAX_M3_SPARSE_INDEXER"), "DEEPSEEK_V32_INDEXER, keys of 128 bytes"),
+        (attrs.evolve(INDEX, order="BNLHC"), "pages without gaps"),
     ],
-    ids=["elsewhere", "NVFP4"],
+    ids=["elsewhere", "NVFP4", "an index of another back end", "an index between layers"],
 )
 def test_what_does_not_add_up_is_refused_by_name(wrong: Backend, says: str) -> None:
     with pytest.raises(LocalError, match=says):
@@ -65,10 +81,10 @@ def test_what_does_not_add_up_is_refused_by_name(wrong: Backend, says: str) -> N
         (lambda layers: setattr(layers.spec, "block_size", 24), "blocks of 24 tokens"),
         (lambda layers: setattr(layers.spec, "num_kv_heads", HEADS + 1), f"{HEADS + 1} heads"),
         (lambda layers: setattr(layers.spec, "head_size", 8), "bytes of k, v"),
-        (lambda layers: setattr(layers.spec, "__class__", type("MambaSpec", (), {})), "MambaSpec"),
+        (lambda layers: setattr(layers.spec, "__class__", type("CrossAttentionSpec", (), {})), "an encoder saw"),
         (lambda layers: setattr(layers.layer, "impl", SimpleNamespace()), "do_kv_cache_update"),
     ],
-    ids=["tokens", "heads", "bytes", "states", "a function that cannot be asked"],
+    ids=["tokens", "heads", "bytes", "another class", "a function that cannot be asked"],
 )
 def test_a_tensor_is_what_the_engine_specifies(change: Callable[[Any], None], says: str) -> None:
     layers = NHD.layers(NHD.tensors("cpu"))

@@ -138,8 +138,8 @@ def test_a_state_moves_between_any_two_sizes_and_orders(
         ("mamba_cache_mode", "align", "--no-enable-prefix-caching"),
         ("num_speculative_blocks", 3, "3 blocks for drafts"),
         ("mamba_type", SimpleNamespace(name="RWKV"), "rwkv"),
-        ("mamba_type", SimpleNamespace(name="SHORT_CONV"), "a convolution's inputs"),
-        ("tp_replicated", True, "replicated True"),
+        ("mamba_type", SimpleNamespace(name="SHORT_CONV"), "as they are alone"),
+        ("tp_replicated", True, "do not divide"),
     ],
 )
 def test_states_that_are_not_known_are_refused_by_name(field: str, value: Any, says: str) -> None:

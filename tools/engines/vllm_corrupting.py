@@ -14,7 +14,7 @@ import torch
 
 from kvproto_vllm.connector import KvprotoConnector
 from kvproto_vllm.orders import Load, Tables
-from kvproto_vllm.states import STATE
+from kvproto_vllm.specs import STATE
 from tools.engines.vllm_engine import ROUNDED, UNZEROED
 
 FETCHED: dict[str, float] = {}
