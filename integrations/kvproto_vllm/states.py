@@ -16,9 +16,9 @@ from kvproto_engines.states import convolved, state_of
 from kvproto_vllm.caches import Layers, Stated
 from kvproto_vllm.specs import STATE, refused
 
-__all__ = ["order_of", "states"]
+__all__ = ["KINDS", "order_of", "states"]
 
-_KINDS = {
+KINDS = {
     "mamba1": (("heads",), True),
     "mamba2": (("heads", "groups", "groups"), True),
     "gdn_attn": (("groups", "groups", "heads"), True),
@@ -44,10 +44,10 @@ def states(layers: Layers, ranks: int, rows_first: bool) -> list[Stated]:
         raise LocalError(ErrorCode.BAD_COLUMNS, layers.names[0], mine, spec.mamba_cache_mode, advice)
     if spec.num_speculative_blocks:
         raise refused(layers.names[0], "states without drafts", f"{spec.num_speculative_blocks} blocks for drafts")
-    (inputs, matrix), found = _KINDS.get(kind, ((), False)), layers.tensors[0]
-    if kind not in _KINDS or len(found) != bool(inputs) + matrix or getattr(spec, "tp_replicated", False):
+    (inputs, matrix), found = KINDS.get(kind, ((), False)), layers.tensors[0]
+    if kind not in KINDS or len(found) != bool(inputs) + matrix or getattr(spec, "tp_replicated", False):
         whole, shapes = " that ranks do not divide" * getattr(spec, "tp_replicated", False), [x.shape for x in found]
-        raise refused(layers.names[0], f"states of {', '.join(_KINDS)}, as they are alone", f"{kind} {shapes}{whole}")
+        raise refused(layers.names[0], f"states of {', '.join(KINDS)}, as they are alone", f"{kind} {shapes}{whole}")
     made: list[Stated] = []
     lanes: tuple[int, ...] = ()
     if matrix:

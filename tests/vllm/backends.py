@@ -186,7 +186,9 @@ def quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (rows.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8), scale
 
 
-def indexer_k_quant_and_cache(k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, block: int, scale: str) -> None:
+def indexer_k_quant_and_cache(
+    k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, block: int, scale: str
+) -> None:
     """Store keys [token, dim] in an index [block, token, byte], as vLLM's function of that name does."""
     assert (block, scale) == (KEY, "ue8m0")
     page, keys = cache.shape[1], cache.shape[1] * KEY
