@@ -1,12 +1,13 @@
 """Caches as vLLM's back ends allocate them and store into them, in any memory: what the connector's statements meet."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import torch
 
-from kvproto import Pool, Prompt, Sink, Source, lay_out, new_ticket
+from kvproto import Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
 from kvproto_engines.memory import ShareableMemory
 from kvproto_vllm.caches import Layers, Stated, state
 from kvproto_vllm.orders import Table
@@ -149,10 +150,11 @@ class Backend:
             stored=self.stored, scales=[self.scales] * LAYERS,
         )  # fmt: skip
 
-    def open(self, device: str) -> tuple[Pool, Stated, list[torch.Tensor]]:
+    def open(self, device: str, rank: int = 0, ranks: int = 1) -> tuple[Pool, Stated, list[torch.Tensor]]:
         tensors = self.tensors(device)
         stated = state(self.layers(tensors), True)
-        pool = Pool(lay_out([stated.cache]), {self.name.lower(): stated.tensors}, axes="page head token dim")
+        geometry = lay_out([stated.cache], Parallel(tp=ranks))
+        pool = Pool(geometry, {self.name.lower(): stated.tensors}, rank=rank, axes="page head token dim")
         return pool, stated, tensors
 
     def fill(self, tensors: list[torch.Tensor]) -> None:
@@ -199,24 +201,37 @@ def indexer_k_quant_and_cache(
         flat[slot // page, keys + 4 * at : keys + 4 * (at + 1)] = scales[n].view(torch.uint8)
 
 
-def hand_over(source: Backend, sink: Backend, place: str, device: str = "cpu", stream: Any = None) -> None:
+def hand_over(
+    source: Backend, sink: Backend, place: str, device: str = "cpu", stream: Any = None, ranks: tuple[int, int] = (1, 1)
+) -> None:
     """TOKENS tokens from scattered blocks of one engine into those of another: the rows are equal, byte by byte.
 
-    With a stream of a GPU the blocks are written there, a while after they are said to be.
+    With a stream of a GPU the blocks are written there, a while after they are said to be. Of several ranks, which have
+    all rows, `place` names each.
     """
-    (one, stated, mine), (two, wanted, theirs) = source.open(device), sink.open(device)
-    source.fill(mine)
-    after = _later(mine, stream) if stream is not None else None
+    ones, twos = ([each.open(device, n, of) for n in range(of)] for each, of in zip((source, sink), ranks, strict=True))
+    for _, _, mine in ones:
+        source.fill(mine)
+    after = _later(ones[0][2], stream) if stream is not None else None
     tables = [[5, 2, 6, 0, 3][: -(-TOKENS // each.block)] for each in (source, sink)]
+    (here, stated), (there, wanted) = (
+        (each.name.lower(), opened[0][1]) for each, opened in ((source, ones), (sink, twos))
+    )
     prompt, ticket = Prompt(range(TOKENS)), new_ticket("prefill")
-    with Source("prefill", one, place) as here, Sink("decode", two, {"prefill": place}) as there:
-        request = here.request(ticket, prompt)
-        fetch = there.fetch(ticket, prompt, {sink.name.lower(): Table(0, wanted.pages).of((tables[1],))})
-        request.finish({source.name.lower(): Table(0, stated.pages).of((tables[0],))}, after=after)
-        fetch.wait(20)
-    sent, got = source.rows(mine, tables[0]), sink.rows(theirs, tables[1])
+    with ExitStack() as doors:
+        sources = [doors.enter_context(Source("prefill", pool, place)) for pool, _, _ in ones]
+        seeds = {"prefill": place.format(rank=0)}
+        sinks = [doors.enter_context(Sink("decode", pool, seeds)) for pool, _, _ in twos]
+        requests = [each.request(ticket, prompt) for each in sources]
+        fetches = [each.fetch(ticket, prompt, {there: Table(0, wanted.pages).of((tables[1],))}) for each in sinks]
+        for request in requests:
+            request.finish({here: Table(0, stated.pages).of((tables[0],))}, after=after)
+        for fetch in fetches:
+            fetch.wait(20)
+    sent = source.rows(ones[0][2], tables[0])
     assert sent.any()
-    assert torch.equal(sent, got)
+    for _, _, theirs in twos:
+        assert torch.equal(sent, sink.rows(theirs, tables[1]))
 
 
 def _later(tensors: list[torch.Tensor], stream: Any) -> int:

@@ -60,6 +60,23 @@ def test_pages_meet_by_token_and_head(source: Backend, sink: Backend, tmp_path: 
     hand_over(source, sink, f"ipc://{tmp_path}/p")
 
 
+@pytest.mark.parametrize("rows", [MLA, PACKED, INDEX], ids=["MLA", "quantized MLA", "index"])
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (4, 2)])
+def test_rows_that_each_rank_has_meet_in_any_number_of_ranks(
+    rows: Backend, ranks: tuple[int, int], tmp_path: Path
+) -> None:
+    hand_over(
+        rows, attrs.evolve(rows, order="LBNHC", block=128, kernel=32), f"ipc://{tmp_path}/p-{{rank}}", ranks=ranks
+    )
+
+
+def test_rows_of_mla_with_a_window_are_rows_of_mla() -> None:
+    layers = PACKED.layers(PACKED.tensors("cpu"))
+    plain = state(layers, True).cache
+    layers.spec.__class__ = type("SlidingWindowMLASpec", (), {})
+    assert state(layers, True).cache == plain
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
