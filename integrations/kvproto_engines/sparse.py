@@ -6,12 +6,14 @@ of all its tokens, then their scales.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from kvproto import DType
+from kvproto import Cache, DType
 from kvproto_engines.elements import numbers_of
 
-__all__ = ["SCALE", "index_numbers", "index_views", "row_numbers", "row_of"]
+__all__ = ["SCALE", "index_numbers", "index_of", "index_views", "row_numbers", "row_of"]
 
 _BLOCK = 128
 SCALE = 4
@@ -48,6 +50,19 @@ def row_numbers(rows: torch.Tensor, latent: int) -> torch.Tensor:
     return torch.cat([data * each, numbers_of(rows[..., scaled:], torch.bfloat16)], -1)
 
 
-def index_numbers(views: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The keys that a page of an index holds."""
-    return numbers_of(views["index"], torch.float8_e4m3fn) * numbers_of(views["index_scale"], torch.float32)
+def index_of(
+    title: str, layers: Sequence[int], dim: int, page: int, model: int, exponents: bool = False
+) -> Cache:  # fmt: skip
+    """The cache of an index, whole on every rank; `exponents`: a scale is four bytes of UE8M0 in place of an F32."""
+    scale = DType.F8E8M0 if exponents else DType.F32
+    parts = {"index": (DType.F8E4M3, 1, dim), "index_scale": (scale, 1, SCALE)}
+    return Cache.paged(title, layers, parts=parts, page=page, model=model).replicated()
+
+
+def index_numbers(buffer: torch.Tensor, page: int, dim: int, exponents: bool = False) -> torch.Tensor:
+    """The keys that a buffer of bytes [page, ...] holds."""
+    views = index_views(buffer, page, dim)
+    keys, scales = numbers_of(views["index"], torch.float8_e4m3fn), views["index_scale"]
+    if not exponents:
+        return keys * numbers_of(scales, torch.float32)
+    return keys * torch.exp2(scales.float() - 127).repeat_interleave(dim // SCALE, -1)

@@ -18,7 +18,8 @@ from kvproto.errors import ErrorCode
 from kvproto_engines.elements import FLOATS
 from kvproto_engines.pages import cache_of, chosen, measured, views_of
 from kvproto_engines.rows import dice, differing, of_elements, of_packed_latents
-from kvproto_engines.sparse import SCALE, index_numbers, index_views
+from kvproto_engines.sparse import SCALE, index_numbers, index_of, index_views
+from kvproto_vllm.releases import scales_are_exponents
 from kvproto_vllm.specs import MLA, check_spec, packed, refused
 
 __all__ = ["Layers", "Stated", "check_sizes", "state"]
@@ -147,7 +148,10 @@ def _rows(layers: Layers, pages: int) -> Stated:
 def _index(layers: Layers, pages: int) -> Stated:
     """Keys of an index: of a page all keys, then their scales."""
     tensors, dim = _headed(layers), layers.spec.head_size - SCALE
-    page, shuffled = tensors[0].shape[2], getattr(layers.layer, "uses_shuffled_layout", False)
+    page, shuffled = (
+        tensors[0].shape[2],
+        bool(torch.version.hip) or getattr(layers.layer, "uses_shuffled_layout", False),
+    )
     if layers.backend != _INDEX or dim != _KEYS_TO_A_SCALE or shuffled:
         mine = f"{_INDEX}, keys of {_KEYS_TO_A_SCALE} bytes with a scale each, in rows"
         raise refused(layers.names[0], mine, f"{layers.backend}, {dim} bytes{', shuffled' * shuffled}")
@@ -155,11 +159,9 @@ def _index(layers: Layers, pages: int) -> Stated:
         views = [index_views(each.view(len(each), -1), page, dim) for each in tensors]
     except (RuntimeError, ValueError) as error:  # as `view` refuses bytes that lie apart
         raise refused(layers.names[0], "pages without gaps", str(error)) from error
-    given = {"index": dice((page, 1, dim), tensors[0].device)}
-    _try(
-        layers, tensors[0], given, _store_key, lambda found: [index_numbers(index_views(found.view(1, -1), page, dim))]
-    )
-    cache = Cache.indexer(layers.title, layers.ids, head_dim=dim, page=page, model=layers.model)
+    given, exponents = {"index": dice((page, 1, dim), tensors[0].device)}, scales_are_exponents()
+    _try(layers, tensors[0], given, _store_key, lambda found: [index_numbers(found.view(1, -1), page, dim, exponents)])
+    cache = index_of(layers.title, layers.ids, dim, page, layers.model, exponents)
     return Stated(cache, {part: [each[part].unsqueeze(1) for each in views] for part in views[0]}, pages)
 
 
@@ -201,7 +203,8 @@ def _store_latent(layer: Any, given: list[torch.Tensor], tensor: torch.Tensor, s
 def _store_key(_: Any, given: list[torch.Tensor], tensor: torch.Tensor, slots: torch.Tensor) -> None:
     from vllm import _custom_ops
 
-    _custom_ops.indexer_k_quant_and_cache(given[0][:, 0], tensor[:, 0], slots, _KEYS_TO_A_SCALE, "ue8m0")
+    scale = "mxfp8" if scales_are_exponents() else "ue8m0"
+    _custom_ops.indexer_k_quant_and_cache(given[0][:, 0], tensor[:, 0], slots, _KEYS_TO_A_SCALE, scale)
 
 
 def _packed(layers: Layers, strides: bool) -> Stated:

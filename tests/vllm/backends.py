@@ -192,13 +192,15 @@ def indexer_k_quant_and_cache(
     k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, block: int, scale: str
 ) -> None:
     """Store keys [token, dim] in an index [block, token, byte], as vLLM's function of that name does."""
-    assert (block, scale) == (KEY, "ue8m0")
+    assert (block, scale in ("ue8m0", "mxfp8")) == (KEY, True)
     page, keys = cache.shape[1], cache.shape[1] * KEY
     flat, (data, scales) = cache.view(len(cache), -1), quantized(k)
     for n, slot in enumerate(slots.tolist()):
         at = slot % page
         flat[slot // page, at * KEY : (at + 1) * KEY] = data[n]
-        flat[slot // page, keys + 4 * at : keys + 4 * (at + 1)] = scales[n].view(torch.uint8)
+        exponent = (torch.log2(scales[n]) + 127).to(torch.uint8).expand(4)
+        row = scales[n].view(torch.uint8) if scale == "ue8m0" else exponent
+        flat[slot // page, keys + 4 * at : keys + 4 * (at + 1)] = row
 
 
 def hand_over(

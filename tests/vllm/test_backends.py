@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 
-from kvproto import LocalError, RemoteError
+from kvproto import DType, LocalError, Prompt, RemoteError, Sink, Source, new_ticket
 from kvproto_vllm.caches import check_sizes, state
 from kvproto_vllm.releases import layers_of
 from tests.vllm.backends import HEADS, LAYERS, Backend, hand_over, indexer_k_quant_and_cache
@@ -137,6 +137,38 @@ def test_sizes_that_are_not_stated_are_refused_by_name() -> None:
 def test_other_element_types_refuse_each_other(tmp_path: Path) -> None:
     with pytest.raises(RemoteError):
         hand_over(NHD, FP8, f"ipc://{tmp_path}/p")
+
+
+def test_an_index_that_is_shuffled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LocalError, match="shuffled"):
+        state(INDEX.layers(INDEX.tensors("cpu"), uses_shuffled_layout=True), True)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(LocalError, match="shuffled"):
+        state(INDEX.layers(INDEX.tensors("cpu")), True)
+
+
+def test_an_index_with_exponents_meets_its_like_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM on Blackwell: as many bytes, of which each is a scale."""
+    plain = state(INDEX.layers(INDEX.tensors("cpu")), True).cache.group.parts
+    _on_blackwell(monkeypatch, True)
+    parts = state(INDEX.layers(INDEX.tensors("cpu")), True).cache.group.parts
+    assert [each.dtype for each in parts] == [DType.F8E4M3, DType.F8E8M0]
+    assert [each.dtype for each in plain] == [DType.F8E4M3, DType.F32]
+    hand_over(INDEX, INDEX, f"ipc://{tmp_path}/alike")
+    opened = INDEX.open("cpu")[0]
+    _on_blackwell(monkeypatch, False)
+    place, prompt, ticket = f"ipc://{tmp_path}/p", Prompt(range(9)), new_ticket("prefill")
+    with (
+        Source("prefill", opened, place),
+        Sink("decode", INDEX.open("cpu")[0], {"prefill": place}) as there,
+        pytest.raises(RemoteError, match="F8E8M0"),
+    ):
+        there.fetch(ticket, prompt, {INDEX.name.lower(): [1]}).wait(20)
+
+
+def _on_blackwell(monkeypatch: pytest.MonkeyPatch, so: bool) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.utils", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.utils.deep_gemm", SimpleNamespace(mqa_logits_use_mx_scales=lambda: so))
 
 
 @pytest.mark.parametrize(("order", "axes"), [((1, 0, 3, 2, 4), "BLNHC"), ((1, 2, 0, 3, 4), "BHLNC")])
