@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvproto import Cache, DType
+from kvproto import Cache, DType, LocalError
+from kvproto.errors import ErrorCode
 
-__all__ = ["Half", "cache_of", "half_of", "measured", "views_of"]
+__all__ = ["Half", "cache_of", "chosen", "half_of", "measured", "views_of"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -78,6 +79,19 @@ def measured(pack: Callable[[IntArray], IntArray], tokens: int, dim: int, name: 
         positions[half] = np.arange(half.size)
         halves[part] = half_of(positions.reshape(tokens, dim), f"{name}.{part}")
     return halves
+
+
+def chosen(halves: Mapping[str, Half], dim: int, strides: bool, name: str) -> dict[str, Half]:
+    """The orders by strides, or as bytes that only equal pages understand.
+
+    Raises LocalError where strides do not describe the order of the layer `name`.
+    """
+    if not strides:
+        return {part: half.whole(dim) for part, half in halves.items()}
+    if opaque := next((half.encoding for half in halves.values() if not half.sections), ""):
+        advice = 'no strides describe it; "pages": "whole" moves it between equal engines'
+        raise LocalError(ErrorCode.LAYOUT_OPAQUE, name, "pages of strides", opaque, advice)
+    return dict(halves)
 
 
 def cache_of(

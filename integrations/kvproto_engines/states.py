@@ -9,7 +9,7 @@ import torch
 from kvproto import Block, Cache
 from kvproto_engines.elements import FLOATS
 
-__all__ = ["state_of"]
+__all__ = ["convolved", "state_of"]
 
 
 def state_of(
@@ -22,3 +22,13 @@ def state_of(
     size, lanes = int(first.shape[3]) * first.itemsize, sum(block.lanes for block in blocks)
     parts = {part: (FLOATS[first.dtype], lanes, size)}
     return Cache.state(title, layers, parts=parts, rows=int(first.shape[2]), blocks={part: blocks}, model=model)
+
+
+def convolved(names: Sequence[str], channels: int, heads: int = 1, dim: int = 1, width: int = 1) -> list[Block]:
+    """What a convolution of so many channels has one after another, of all ranks.
+
+    Names: "heads", the inputs of the heads, `dim` each; "groups", twice, what these leave, as wide as a row of a head's
+    matrix; "all", channels that no head has.
+    """
+    sizes = {"all": (channels, 1), "heads": (heads * dim, dim), "groups": ((channels - heads * dim) // 2, width)}
+    return [Block(*sizes[name]) for name in names]

@@ -14,7 +14,7 @@ import torch
 
 from kvproto import Cache, DType
 from kvproto_engines.elements import FLOATS, QUANTIZED
-from kvproto_engines.sparse import index_views, row_of
+from kvproto_engines.sparse import index_of, index_views, row_of
 from kvproto_sglang.stated import Owner, Stated, Table, refused
 from kvproto_sglang.states import recurrent
 
@@ -74,7 +74,7 @@ def _indexed(pool: Any, owner: Owner) -> list[Stated]:
         return latent
     ids, views = [n for n, _ in held], [index_views(each, page, dim) for _, each in held]
     parts = {part: [each[part] for each in views] for part in views[0]}
-    cache = Cache.indexer(f"{owner.title} index", ids, head_dim=dim, page=page, model=owner.number)
+    cache = index_of(f"{owner.title} index", ids, dim, page, owner.number)
     return [*latent, Stated(cache, parts, "page token dim", Table(page), component="dsa")]
 
 

@@ -16,12 +16,13 @@ import torch
 from kvproto import Cache, DType, LocalError
 from kvproto.errors import ErrorCode
 from kvproto_engines.elements import FLOATS
-from kvproto_engines.pages import cache_of, measured, views_of
+from kvproto_engines.pages import cache_of, chosen, measured, views_of
+from kvproto_engines.rows import dice, differing, of_elements, of_packed_latents
+from kvproto_engines.sparse import SCALE, index_numbers, index_of, index_views
+from kvproto_vllm.releases import scales_are_exponents
+from kvproto_vllm.specs import MLA, check_spec, packed, refused
 
-__all__ = ["WINDOW", "Layers", "Stated", "check_sizes", "refused", "state"]
-
-WINDOW = "SlidingWindowSpec"
-"""vLLM's name of caches whose blocks the engine gives up when a window has left them."""
+__all__ = ["Layers", "Stated", "check_sizes", "state"]
 
 _QUANTIZED: dict[tuple[str, str], tuple[DType, torch.dtype]] = {
     ("FP8_PER_TENSOR", "fp8"): (DType.F8E4M3, torch.float8_e4m3fn),
@@ -32,8 +33,8 @@ _QUANTIZED: dict[tuple[str, str], tuple[DType, torch.dtype]] = {
 }
 """By vLLM's mode of quantization and name of the cache's type: what its bytes are. A mode per token and head has an F32
 scale behind each head's K, and one behind its V."""
-_SCALE = 4
-"""Bytes of a scale."""
+_INDEX, _KEYS_TO_A_SCALE = "DEEPSEEK_V32_INDEXER", 128
+"""vLLM's back end of the keys by which sparse attention chooses tokens."""
 
 
 @attrs.frozen
@@ -91,11 +92,12 @@ def check_sizes(parallel: Any) -> None:
 
 def state(layers: Layers, strides: bool) -> Stated:
     """What these layers are, by `strides` where an order is measured; raises LocalError for what is not known."""
-    kind = type(layers.spec).__name__
-    if kind not in (known := ("FullAttentionSpec", "MLAAttentionSpec", WINDOW)):
-        raise refused(layers.names[0], f"caches {', '.join(known)}", kind)
+    check_spec(layers.names[0], layers.spec)
     pages = _pages(layers)
-    return _packed(layers, strides) if layers.backend == "CPU_ATTN" else _rows(layers, pages)
+    if layers.backend.endswith("CPU_ATTN"):  # of chunked local attention too
+        return _packed(layers, strides)
+    indexes = str(getattr(layers.spec, "cache_role", "")).lower().endswith("indexer")
+    return _index(layers, pages) if indexes else _rows(layers, pages)
 
 
 def _pages(layers: Layers) -> int:
@@ -126,66 +128,83 @@ def _rows(layers: Layers, pages: int) -> Stated:
     """K and V of each head side by side, with their scales where these are in the cache; or the one row of MLA, latent
     and rotary key.
     """
-    spec, (kind, dtype) = layers.spec, _element(layers)
-    tensors = [each.unsqueeze(1) if each.dim() == 3 else each for each in layers.tensors]  # MLA of some releases
-    shape = tuple(tensors[0].shape)
-    apart = kind is DType.I8 or layers.stored.endswith("per_token_head")
-    dims = {"latent": spec.head_size} if _mla(layers) else {"k": spec.head_size, "v": spec.head_size_v}
-    parts: dict[str, tuple[DType, int, int]] = {}
-    heads = 1 if _mla(layers) else layers.heads
-    for part, dim in dims.items():
-        parts[part] = kind, heads, dim * dtype.itemsize
-        if apart:
-            parts[f"{part}_scale"] = DType.F32, heads, _SCALE
-    size = sum(size for _, _, size in parts.values())
-    if len(shape) != 4 or shape[1] != spec.num_kv_heads or shape[3] * tensors[0].itemsize != size:
-        expected = f"[blocks, {spec.num_kv_heads} heads, tokens, {size} bytes of {', '.join(parts)}]"
-        raise refused(layers.names[0], expected, f"{layers.backend}, shape {shape} of {tensors[0].dtype}")
-    rows = [_numbers((shape[2], shape[1], dim), tensors[0].device) for dim in dims.values()]
-    page = _written(layers, tensors[0], rows).view(torch.uint8)
-    at = 0
-    for row, (part, dim) in zip(rows, dims.items(), strict=True):
-        got = page[..., at : at + dim * dtype.itemsize].contiguous().view(dtype).float()
-        at += parts[part][2]
-        if apart:
-            got = (got * page[..., at : at + _SCALE].contiguous().view(torch.float32)).round()
-            at += _SCALE
-        if not torch.equal(got, row.transpose(0, 1)):
-            found, advice = f"{layers.backend} stores it elsewhere", "choose another back end"
-            mine = f"{part} where the shape of its tensor says"
-            raise LocalError(ErrorCode.LAYOUT_OPAQUE, layers.names[0], mine, found, advice)
-    cache = Cache.paged(layers.title, layers.ids, parts=parts, page=shape[2], model=layers.model)
+    spec, tensors, mla = layers.spec, _headed(layers), type(layers.spec).__name__ in MLA
+    shape, dims = tensors[0].shape, {"latent": spec.head_size} if mla else {"k": spec.head_size, "v": spec.head_size_v}
+    if packed(spec):
+        rows = of_packed_latents(rank := layers.layer.kv_lora_rank, spec.head_size - rank)
+    else:
+        kind, dtype = _element(layers)
+        scaled = kind is DType.I8 or layers.stored.endswith("per_token_head")
+        rows = of_elements(dims, 1 if mla else layers.heads, kind, dtype, scaled)
+    if len(shape) != 4 or shape[1] != spec.num_kv_heads or shape[3] * tensors[0].itemsize != rows.size:
+        expected = f"[blocks, {spec.num_kv_heads} heads, tokens, {rows.size} bytes of {', '.join(rows.parts)}]"
+        raise refused(layers.names[0], expected, f"{layers.backend}, shape {tuple(shape)} of {tensors[0].dtype}")
+    given = {part: dice((shape[2], shape[1], dim), tensors[0].device) for part, dim in dims.items()}
+    _try(layers, tensors[0], given, _store_latent if mla else _store, rows.read)
+    cache = Cache.paged(layers.title, layers.ids, parts=rows.parts, page=shape[2], model=layers.model)
     return Stated(cache, tensors, pages)
 
 
-def _mla(layers: Layers) -> bool:
-    return type(layers.spec).__name__ == "MLAAttentionSpec"
+def _index(layers: Layers, pages: int) -> Stated:
+    """Keys of an index: of a page all keys, then their scales."""
+    tensors, dim = _headed(layers), layers.spec.head_size - SCALE
+    page, shuffled = (
+        tensors[0].shape[2],
+        bool(torch.version.hip) or getattr(layers.layer, "uses_shuffled_layout", False),
+    )
+    if layers.backend != _INDEX or dim != _KEYS_TO_A_SCALE or shuffled:
+        mine = f"{_INDEX}, keys of {_KEYS_TO_A_SCALE} bytes with a scale each, in rows"
+        raise refused(layers.names[0], mine, f"{layers.backend}, {dim} bytes{', shuffled' * shuffled}")
+    try:
+        views = [index_views(each.view(len(each), -1), page, dim) for each in tensors]
+    except (RuntimeError, ValueError) as error:  # as `view` refuses bytes that lie apart
+        raise refused(layers.names[0], "pages without gaps", str(error)) from error
+    given, exponents = {"index": dice((page, 1, dim), tensors[0].device)}, scales_are_exponents()
+    _try(layers, tensors[0], given, _store_key, lambda found: [index_numbers(found.view(1, -1), page, dim, exponents)])
+    cache = index_of(layers.title, layers.ids, dim, page, layers.model, exponents)
+    return Stated(cache, {part: [each[part].unsqueeze(1) for each in views] for part in views[0]}, pages)
 
 
-def _numbers(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Numbers that each element type holds exactly, in an order that differs along each axis."""
-    return torch.randint(0, 6, shape, generator=torch.Generator().manual_seed(1)).float().to(device)
+def _headed(layers: Layers) -> list[torch.Tensor]:
+    """[block, head, token, content]; of MLA some releases have no heads."""
+    return [each.unsqueeze(1) if each.dim() == 3 else each for each in layers.tensors]
 
 
-def _written(layers: Layers, tensor: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
-    """What the engine's own function makes of block 0, which holds no request's tokens, when it stores these rows."""
-    layer, slots = layers.layer, torch.arange(len(rows[0]), device=tensor.device)
-    given = [(row * scale).to(layers.computed) for row, scale in zip(rows, layers.scales[0], strict=False)]
+def _try(layers: Layers, tensor: torch.Tensor, rows: dict[str, torch.Tensor], store: Any, read: Any) -> None:
+    """Raise LocalError where rows that the engine stores in block 0, which is no request's, are read as others."""
+    slots, scales = torch.arange(tensor.shape[2], device=tensor.device), layers.scales[0]
+    pairs = zip(rows.values(), scales, strict=False)
+    given = [(row * (1 if packed(layers.spec) else scale)).to(layers.computed) for row, scale in pairs]
     with torch.inference_mode():
         before = tensor[0].clone()
         try:
-            if _mla(layers):
-                latent, rope = given[0][:, 0, : layer.kv_lora_rank], given[0][..., layer.kv_lora_rank :]
-                rest = slots, layer.kv_cache_dtype, layer._k_scale
-                layer.impl.do_kv_cache_update(latent.contiguous(), rope.contiguous(), tensor[:, 0], *rest)
-            else:
-                layer.impl.do_kv_cache_update(layer, *given, tensor, slots)
-        except (AttributeError, NotImplementedError, TypeError) as error:
+            store(layers.layer, given, tensor, slots)
+        except (AttributeError, ImportError, NotImplementedError, TypeError) as error:
             mine = "a back end with a function that stores K and V"
             raise refused(layers.names[0], mine, f"{layers.backend}: {error}") from error
-        page = tensor[0].clone(memory_format=torch.contiguous_format)
+        page = tensor[0].clone(memory_format=torch.contiguous_format).view(torch.uint8)
         tensor[0].copy_(before)
-    return page
+    if part := differing(rows, read(page)):
+        found, advice = f"{layers.backend} stores it elsewhere", "choose another back end"
+        mine = f"{part} where the shape of its tensor says"
+        raise LocalError(ErrorCode.LAYOUT_OPAQUE, layers.names[0], mine, found, advice)
+
+
+def _store(layer: Any, given: list[torch.Tensor], tensor: torch.Tensor, slots: torch.Tensor) -> None:
+    layer.impl.do_kv_cache_update(layer, *given, tensor, slots)
+
+
+def _store_latent(layer: Any, given: list[torch.Tensor], tensor: torch.Tensor, slots: torch.Tensor) -> None:
+    latent, rope = given[0][:, 0, : layer.kv_lora_rank], given[0][..., layer.kv_lora_rank :]
+    rest = slots, layer.kv_cache_dtype, layer._k_scale
+    layer.impl.do_kv_cache_update(latent.contiguous(), rope.contiguous(), tensor[:, 0], *rest)
+
+
+def _store_key(_: Any, given: list[torch.Tensor], tensor: torch.Tensor, slots: torch.Tensor) -> None:
+    from vllm import _custom_ops
+
+    scale = "mxfp8" if scales_are_exponents() else "ue8m0"
+    _custom_ops.indexer_k_quant_and_cache(given[0][:, 0], tensor[:, 0], slots, _KEYS_TO_A_SCALE, scale)
 
 
 def _packed(layers: Layers, strides: bool) -> Stated:
@@ -199,17 +218,7 @@ def _packed(layers: Layers, strides: bool) -> Stated:
         return page.flatten().to(torch.int64).numpy()
 
     halves = measured(pack, tokens, dim, f"vllm.cpu_attn.{str(dtype).removeprefix('torch.')}")
-    if strides and not all(half.sections for half in halves.values()):
-        advice = 'no strides describe it; "pages": "whole" moves it between equal engines'
-        raise LocalError(ErrorCode.LAYOUT_OPAQUE, layers.names[0], "pages of strides", halves["k"].encoding, advice)
-    if not strides:
-        halves = {part: half.whole(dim) for part, half in halves.items()}
-    cache = cache_of(
-        layers.title, layers.ids, layers.heads, tokens, kind, dtype.itemsize, halves, not strides, layers.model
-    )
+    halves = chosen(halves, dim, strides, layers.names[0])
+    size, whole = dtype.itemsize, not strides
+    cache = cache_of(layers.title, layers.ids, layers.heads, tokens, kind, size, halves, whole, layers.model)
     return Stated(cache, views_of(layers.tensors, halves))
-
-
-def refused(path: str, mine: str, yours: str) -> LocalError:
-    """An error of what this connector cannot state."""
-    return LocalError(ErrorCode.BAD_COLUMNS, path, mine, yours, "docs/vllm-reference.md: what is stated")

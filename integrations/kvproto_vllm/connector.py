@@ -15,7 +15,6 @@ from vllm.platforms import current_platform
 from kvproto import Sink, Source
 from kvproto_engines import described, told
 from kvproto_engines.memory import only_context
-from kvproto_vllm.caches import WINDOW
 from kvproto_vllm.engine import Opened, open_pool
 from kvproto_vllm.loading import Loading
 from kvproto_vllm.orders import Orders
@@ -23,7 +22,7 @@ from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, chec
 from kvproto_vllm.scheduling import Scheduling
 from kvproto_vllm.sending import Sending
 from kvproto_vllm.settings import WHERE, Settings
-from kvproto_vllm.states import STATE
+from kvproto_vllm.specs import STATE, WINDOWS, specs_of
 
 __all__ = ["KvprotoConnector"]
 
@@ -64,8 +63,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._replica = vllm_config.parallel_config.data_parallel_index
         self._sending: Sending | None = None
         self._loading: Loading | None = None
-        groups = [type(each.kv_cache_spec).__name__ for each in kv_cache_config.kv_cache_groups]
-        kinds = WINDOW in groups, STATE in groups
+        groups = {type(spec).__name__ for each in kv_cache_config.kv_cache_groups for spec in specs_of(each).values()}
+        kinds = bool(groups & {*WINDOWS}), STATE in groups
         self._scheduling = Scheduling(self._settings, self._replica, *self._roles, *kinds)
         self._tables, self._lost = BlockTables(), LostBlocks()
         self._gpu: torch.device | None = None

@@ -15,12 +15,13 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvproto import LocalError, Parallel, Pool, lay_out
 from kvproto.errors import ErrorCode
 from kvproto_engines.facts import digest_of, rope_of, weights_of
-from kvproto_vllm.caches import WINDOW, Layers, Stated, check_sizes, state
+from kvproto_engines.stages import Gather, Key, Share, alone, in_step, joined, titles_of
+from kvproto_vllm.caches import Layers, Stated, check_sizes, state
 from kvproto_vllm.orders import Table
 from kvproto_vllm.releases import conv_rows_first
 from kvproto_vllm.settings import Settings
-from kvproto_vllm.stages import Gather, Key, Share, alone, dealt, in_step, joined, titles_of
-from kvproto_vllm.states import STATE, order_of, states
+from kvproto_vllm.specs import STATE, WINDOWS, dealt, key_of, packed, specs_of
+from kvproto_vllm.states import order_of, states
 
 __all__ = ["Opened", "open_pool"]
 
@@ -72,7 +73,7 @@ def _open(
             layers = _layers(config, kv_config, tensors, titles[key], key, spec, names)
             caches = list(_stated(layers, key[1], parallel, strides))
             stated.extend(caches)
-            scales = layers.scales if getattr(spec, "kv_quant_mode", 0) else []
+            scales = layers.scales if getattr(spec, "kv_quant_mode", 0) and not packed(spec) else []
             made.append(Share(key, [each.cache for _, each in caches], scales, order_of(layers)))
         return made
 
@@ -115,11 +116,10 @@ def _kinds(config: Any, kv_config: Any) -> dict[Key, tuple[Any, list[str]]]:
     running, depth, drafts = _running(config), _depth(config), config.speculative_config is not None
     found: dict[Key, tuple[Any, list[str]]] = {}
     for index, group in enumerate(kv_config.kv_cache_groups):
-        for name in group.layer_names:
-            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+        for name, spec in specs_of(group).items():
             draft = drafts and (extract_layer_index(name) >= depth or name.startswith("draft_model."))
             backend = running[name].get_attn_backend().get_name().lower()
-            found.setdefault((backend, index, int(draft), repr(spec)), (spec, []))[1].append(name)
+            found.setdefault((backend, index, int(draft), key_of(spec)), (spec, []))[1].append(name)
     for _, names in found.values():
         names.sort(key=extract_layer_index)
     return found
@@ -145,11 +145,12 @@ def _stated(layers: Layers, index: int, parallel: Any, strides: bool) -> Iterato
     spec, kind = layers.spec, type(layers.spec).__name__
     stateful = kind == STATE
     made = states(layers, parallel.tensor_parallel_size, conv_rows_first()) if stateful else [state(layers, strides)]
-    window, span = (spec.block_size, spec.sliding_window) if kind == WINDOW else (0, 0)
+    window = spec.block_size if kind in WINDOWS else 0
+    chunk, span = (getattr(spec, name, 0) if window else 0 for name in ("attention_chunk_size", "sliding_window"))
     span += getattr(spec, "extra_retained_tokens", 0)  # which drafts may compute again
     for one in made:
         cache = dealt(one.cache, spec, getattr(parallel, "decode_context_parallel_size", 1))
-        yield Table(index, one.pages, window, stateful, span), attrs.evolve(one, cache=cache)
+        yield Table(index, one.pages, window, stateful, span, chunk), attrs.evolve(one, cache=cache)
 
 
 def _running(config: Any) -> Any:

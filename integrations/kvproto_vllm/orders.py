@@ -21,6 +21,7 @@ class Table:
         pages: Of a block.
         window: Tokens of a block, where the engine gives up blocks that a sliding window has left; else 0.
         span: Tokens that a sliding window attends to, its own included; 0 without a window.
+        chunk: Tokens of a chunk, of layers that attend to their own chunk alone; else 0.
         state: Whether its one block is the state of a request.
     """
 
@@ -29,6 +30,7 @@ class Table:
     window: int = 0
     state: bool = False
     span: int = 0
+    chunk: int = 0
 
     def of(self, tables: Tables) -> list[int]:
         """The pages of a request, or its slot."""
@@ -39,7 +41,8 @@ class Table:
         """The first token that has a block, or that token `following` attends to; earlier blocks are block 0."""
         blocks = tables[self.index] if self.window else []
         first = next(n for n, block in enumerate([*blocks, 1]) if block) * self.window
-        return max(first, following - self.span + 1 if following and self.span else 0)
+        wanted = following // self.chunk * self.chunk if self.chunk else following - self.span + 1 if self.span else 0
+        return max(first, wanted if following else 0)
 
 
 @dataclass

@@ -17,7 +17,10 @@ from kvproto_engines.settings import refuse
 from kvproto_vllm.orders import Orders, Tables
 from kvproto_vllm.settings import WHERE
 
-__all__ = ["RELEASES", "BlockTables", "LostBlocks", "TransferResults", "check_release", "conv_rows_first", "layers_of"]
+__all__ = [
+    "RELEASES", "BlockTables", "LostBlocks", "TransferResults", "check_release", "conv_rows_first", "layers_of",
+    "scales_are_exponents",
+]  # fmt: skip
 
 RELEASES = ("0.26", "0.32", "0.33")
 """Releases of vLLM whose hooks this connector was tested with."""
@@ -44,6 +47,15 @@ def conv_rows_first() -> bool:
     except ImportError:
         return True
     return bool(get_conv_state_layout() == "SD")
+
+
+def scales_are_exponents() -> bool:
+    """Whether an index of sparse attention has UE8M0 scales, as 0.33 has on Blackwell, in place of an F32 one."""
+    try:
+        from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
+    except ImportError:
+        return False
+    return bool(mqa_logits_use_mx_scales())
 
 
 def check_release(version: str, releases: tuple[str, ...] = RELEASES) -> None:

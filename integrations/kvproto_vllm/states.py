@@ -1,7 +1,7 @@
-"""How the states of vLLM's layers of Mamba 2, of gated delta nets and of short convolutions are stated.
+"""How the states of vLLM's layers are stated: of Mamba 1 and 2, delta nets, linear attention and short convolutions.
 
 A block of such a layer is the one state of a request: rows of the convolution's last inputs, [row, channel] or
-[channel, row] as vLLM was told, and a matrix a head, but for short convolutions. What ranks divide follows from the
+[channel, row] as vLLM was told, and a matrix a head, or for Mamba 1 a row a channel. What ranks divide follows from the
 shapes.
 """
 
@@ -12,20 +12,24 @@ import torch
 from kvproto import Block, LocalError
 from kvproto.errors import ErrorCode
 from kvproto_engines.elements import FLOATS
-from kvproto_engines.states import state_of
-from kvproto_vllm.caches import Layers, Stated, refused
+from kvproto_engines.states import convolved, state_of
+from kvproto_vllm.caches import Layers, Stated
+from kvproto_vllm.specs import STATE, refused
 
-__all__ = ["STATE", "order_of", "states"]
+__all__ = ["KINDS", "order_of", "states"]
 
-STATE = "MambaSpec"
-"""vLLM's name of caches whose block is a state."""
-_CONVOLVED = {
-    "mamba2": ("heads", "groups", "groups"),
-    "gdn_attn": ("groups", "groups", "heads"),
-    "short_conv": ("all",),
+KINDS = {
+    "mamba1": (("heads",), True),
+    "mamba2": (("heads", "groups", "groups"), True),
+    "gdn_attn": (("groups", "groups", "heads"), True),
+    "linear": ((), True),
+    "short_conv": (("all",), False),
 }
-"""By the kinds of states that two engines were tried with: what a convolution has one after the other. Mamba 2: inputs
-of the heads, B and C. Gated delta nets: queries and keys, as wide as a row of a head's matrix, and values."""
+"""By vLLM's kinds of states: what a convolution has one after the other, and whether there is a matrix. Mamba:
+inputs of the heads, which in Mamba 1 are channels, then B and C. Delta nets, Kimi's too: queries and keys, as wide as a
+row of a head's matrix, and values."""
+_ORDERS = {"gdn_attn": ("key, value", "value, key"), "linear": ("key, value", "key, value")}
+"""Axes of the matrix of a head on a CPU and on a GPU, where other engines have others under the same shape."""
 
 
 def states(layers: Layers, ranks: int, rows_first: bool) -> list[Stated]:
@@ -33,34 +37,41 @@ def states(layers: Layers, ranks: int, rows_first: bool) -> list[Stated]:
 
     Raises LocalError for states that are kept in several blocks, or of another kind.
     """
-    spec = layers.spec
-    kind = getattr(spec.mamba_type, "name", str(spec.mamba_type)).lower()
+    spec, kind = layers.spec, _kind(layers)
     if spec.mamba_cache_mode != "none":
         advice = "start the engine with --no-enable-prefix-caching"
         mine = "a state that stays in its block, mamba_cache_mode none"
         raise LocalError(ErrorCode.BAD_COLUMNS, layers.names[0], mine, spec.mamba_cache_mode, advice)
     if spec.num_speculative_blocks:
         raise refused(layers.names[0], "states without drafts", f"{spec.num_speculative_blocks} blocks for drafts")
-    if kind not in _CONVOLVED:
-        raise refused(layers.names[0], f"states of {', '.join(_CONVOLVED)}", kind)
-    conv, *rest = ([tensor[n] for tensor in layers.tensors] for n in range(len(layers.tensors[0])))
-    conv = [each.transpose(1, 2) if rows_first else each for each in conv]
-    blocks = {"all": Block(conv[0].shape[1] * ranks)}
+    (inputs, matrix), found = KINDS.get(kind, ((), False)), layers.tensors[0]
+    if kind not in KINDS or len(found) != bool(inputs) + matrix or getattr(spec, "tp_replicated", False):
+        whole, shapes = " that ranks do not divide" * getattr(spec, "tp_replicated", False), [x.shape for x in found]
+        raise refused(layers.names[0], f"states of {', '.join(KINDS)}, as they are alone", f"{kind} {shapes}{whole}")
     made: list[Stated] = []
-    for ssm in rest:
-        _, heads, dim, width = ssm[0].shape
-        inputs = heads * ranks * dim
-        blocks |= {"heads": Block(inputs, dim), "groups": Block((blocks["all"].lanes - inputs) // 2, width)}
-        made.append(_state(layers, "ssm", [each.flatten(2).unsqueeze(2) for each in ssm], [Block(heads * ranks)]))
-    cut = [blocks[name] for name in _CONVOLVED[kind]]
-    return [_state(layers, "conv", [each.unsqueeze(-1) for each in conv], cut), *made]
+    lanes: tuple[int, ...] = ()
+    if matrix:
+        *sizes, width = found[-1].shape[1:]
+        heads, dim = (*sizes, 1)[:2]
+        lanes = heads * ranks, dim, width
+        ssm = [each[-1].flatten(2).unsqueeze(2) for each in layers.tensors]
+        made.append(_state(layers, "ssm", ssm, [Block(lanes[0])]))
+    if inputs:
+        conv = [(each[0].transpose(1, 2) if rows_first else each[0]).unsqueeze(-1) for each in layers.tensors]
+        made.insert(0, _state(layers, "conv", conv, convolved(inputs, conv[0].shape[1] * ranks, *lanes)))
+    return made
 
 
 def order_of(layers: Layers) -> str:
-    """How the matrix of a head lies, where back ends differ under the same shape: else nothing."""
-    if type(layers.spec).__name__ != STATE or "GDN" not in layers.backend:
+    """How the matrix of a head lies, where engines differ under the same shape: else nothing."""
+    if type(layers.spec).__name__ != STATE:
         return ""
-    return "key, value" if layers.tensors[0][0].device.type == "cpu" else "value, key"
+    return _ORDERS.get(_kind(layers), ("", ""))[layers.tensors[0][-1].device.type != "cpu"]
+
+
+def _kind(layers: Layers) -> str:
+    """vLLM's name of what these are the states of."""
+    return getattr(layers.spec.mamba_type, "name", str(layers.spec.mamba_type)).lower()
 
 
 def _state(layers: Layers, part: str, tensors: list[torch.Tensor], blocks: list[Block]) -> Stated:

@@ -174,7 +174,7 @@ def write(side: Side, rank: int) -> None:
                 else:
                     inner.set_kv_buffer(layer, slots, both[0], both[-1])
         for n, layer in enumerate(model.index):
-            for part, width, view in _index(_inner(pool), n):
+            for part, width, view in index_of(_inner(pool), n):
                 rows = content(number, layer, part, (TOKENS, width), torch.uint8).to(view.device)
                 at = side.slots(False).to(view.device)
                 view[at // side.page, at % side.page] = rows
@@ -195,7 +195,7 @@ def differences(side: Side, rank: int) -> list[str]:
             if not _same(held.view(rows.dtype)[side.slots(window).to(held.device)].cpu()[first:], rows[first:]):
                 found.append(f"rank {rank}, model {number}, {part} of layer {layer}{' of a window' * window}")
         for n, layer in enumerate(model.index):
-            for part, width, view in _index(_inner(pool), n):
+            for part, width, view in index_of(_inner(pool), n):
                 at = side.slots(False).to(view.device)
                 rows = content(number, layer, part, (TOKENS, width), torch.uint8)
                 if not _same(view[at // side.page, at % side.page].cpu(), rows):
@@ -212,7 +212,7 @@ def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8))
 
 
-def _index(pool: Any, n: int) -> list[tuple[str, int, torch.Tensor]]:
+def index_of(pool: Any, n: int) -> list[tuple[str, int, torch.Tensor]]:
     """Keys of the n-th layer with an indexer, and their scales, [page, token, byte]."""
     held = [each for each in pool.index_k_with_scale_buffer if each.shape[0]]
     buffer, page, dim = held[n], pool.page_size, pool.index_head_dim

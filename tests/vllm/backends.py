@@ -1,12 +1,13 @@
 """Caches as vLLM's back ends allocate them and store into them, in any memory: what the connector's statements meet."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import torch
 
-from kvproto import Pool, Prompt, Sink, Source, lay_out, new_ticket
+from kvproto import Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
 from kvproto_engines.memory import ShareableMemory
 from kvproto_vllm.caches import Layers, Stated, state
 from kvproto_vllm.orders import Table
@@ -16,7 +17,12 @@ QUANTIZED = {
     "fp8_e4m3": ("FP8_PER_TENSOR", torch.float8_e4m3fn), "fp8_e5m2": ("FP8_PER_TENSOR", torch.float8_e5m2),
     "fp8_per_token_head": ("FP8_PER_TOKEN_HEAD", torch.float8_e4m3fn),
     "int8_per_token_head": ("INT8_PER_TOKEN_HEAD", torch.int8), "nvfp4": ("NVFP4", torch.uint8),
+    "fp8_ds_mla": ("FP8_PER_TENSOR", torch.uint8),
 }  # fmt: skip
+ROPE, KEY = 8, 128
+"""Of a latent's row the rotary key, and bytes of an index's key."""
+ROW = LATENT - ROPE + 4 + 2 * ROPE
+"""Bytes of a row that holds its scale: FP8, F32, BF16."""
 
 
 @attrs.frozen
@@ -30,6 +36,7 @@ class Backend:
         gap: Bytes between blocks that nothing uses, with blocks before heads and tokens.
         axes: Of a layer's tensor of MLA: 3 in release 0.26, 4 in later ones.
         planes: K of all heads, then V of all heads, under the same shape.
+        index: Keys of an index instead of rows of MLA: of a kernel's block all keys, then their scales.
     """
 
     order: str = "BNHC"
@@ -41,6 +48,7 @@ class Backend:
     axes: int = 4
     gap: int = 0
     planes: bool = False
+    index: bool = False
     name: str = "FLASH_ATTN"
     scales: tuple[float, float] = (1.0, 1.0)
     blocks: int = 7
@@ -55,6 +63,11 @@ class Backend:
         return self.mode.endswith("PER_TOKEN_HEAD")
 
     @property
+    def packed(self) -> bool:
+        """Whether rows of MLA hold their scales."""
+        return self.stored == "fp8_ds_mla"
+
+    @property
     def element(self) -> torch.dtype:
         return QUANTIZED[self.stored][1] if self.stored in QUANTIZED else self.dtype
 
@@ -62,6 +75,8 @@ class Backend:
         """[block, head, token, content] of each layer, as vLLM views its allocation of bytes."""
         held = self.dtype if self.mode == "NONE" else torch.int8 if "int8" in self.stored else torch.uint8
         heads, dim = (1, LATENT) if self.mla else (HEADS, 2 * DIM + (8 if self.inline else 0))
+        if self.packed or self.index:
+            held, dim = torch.uint8, KEY + 4 if self.index else ROW
         sizes = dict(
             zip("LBHNC", (LAYERS, self.blocks * self.block // self.kernel, heads, self.kernel, dim), strict=True)
         )
@@ -86,6 +101,11 @@ class Backend:
     def do_kv_cache_update(self, *given: Any) -> None:
         if self.mla:
             latent, rope, cache, slots, _, _ = given
+            if self.packed:
+                data, scale = quantized(latent)
+                row = [data, scale.view(torch.uint8), rope[:, 0].to(torch.bfloat16).view(torch.uint8)]
+                cache[slots // self.kernel, slots % self.kernel] = torch.cat(row, -1)
+                return
             cache[slots // self.kernel, slots % self.kernel] = self._quantized(torch.cat([latent, rope[:, 0]], -1), 0)
             return
         _, k, v, cache, slots = given
@@ -114,13 +134,14 @@ class Backend:
     def layers(self, tensors: list[torch.Tensor], **other: Any) -> Layers:
         """As the connector gathers them from vLLM's configuration."""
         layer = SimpleNamespace(
-            impl=self, kv_lora_rank=LATENT - 8, kv_cache_dtype=self.stored, _k_scale=None, **other,
+            impl=self, kv_lora_rank=LATENT - ROPE, kv_cache_dtype=self.stored, _k_scale=None, **other,
         )  # fmt: skip
         kind = type("MLAAttentionSpec" if self.mla else "FullAttentionSpec", (), {})
         spec = kind()
         spec.__dict__ |= {
-            "block_size": self.block, "num_kv_heads": 1 if self.mla else HEADS, "head_size": LATENT if self.mla else DIM,
-            "head_size_v": DIM, "kv_quant_mode": SimpleNamespace(name=self.mode),
+            "block_size": self.block, "num_kv_heads": 1 if self.mla else HEADS,
+            "head_size": KEY + 4 if self.index else LATENT if self.mla else DIM, "head_size_v": DIM,
+            "cache_dtype_str": self.stored, "cache_role": "indexer" if self.index else "sparse", "kv_quant_mode": SimpleNamespace(name=self.mode),
         }  # fmt: skip
         names = [f"model.layers.{i}.attn" for i in range(LAYERS)]
         return Layers(
@@ -129,10 +150,11 @@ class Backend:
             stored=self.stored, scales=[self.scales] * LAYERS,
         )  # fmt: skip
 
-    def open(self, device: str) -> tuple[Pool, Stated, list[torch.Tensor]]:
+    def open(self, device: str, rank: int = 0, ranks: int = 1) -> tuple[Pool, Stated, list[torch.Tensor]]:
         tensors = self.tensors(device)
         stated = state(self.layers(tensors), True)
-        pool = Pool(lay_out([stated.cache]), {self.name.lower(): stated.tensors}, axes="page head token dim")
+        geometry = lay_out([stated.cache], Parallel(tp=ranks))
+        pool = Pool(geometry, {self.name.lower(): stated.tensors}, rank=rank, axes="page head token dim")
         return pool, stated, tensors
 
     def fill(self, tensors: list[torch.Tensor]) -> None:
@@ -148,6 +170,10 @@ class Backend:
         made = []
         for tensor in tensors:
             bytes_ = (tensor.unsqueeze(1) if tensor.dim() == 3 else tensor).view(torch.uint8)
+            if self.index:  # keys and scales side by side, as a row of others has them
+                flat, keys = bytes_.flatten(1), self.kernel * KEY
+                pair = flat[:, :keys].unflatten(1, (-1, KEY)), flat[:, keys:].unflatten(1, (-1, 4))
+                bytes_ = torch.cat(pair, -1).unsqueeze(1)
             ratio = self.block // self.kernel
             at = [
                 (table[t // self.block] * ratio + t % self.block // self.kernel, t % self.kernel) for t in range(TOKENS)
@@ -156,24 +182,58 @@ class Backend:
         return torch.stack(made).cpu()
 
 
-def hand_over(source: Backend, sink: Backend, place: str, device: str = "cpu", stream: Any = None) -> None:
+def quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 in bytes, and a scale for each row that is a power of two, as vLLM's kernels of sparse attention round it."""
+    scale = torch.exp2(torch.ceil(torch.log2(rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448)))
+    return (rows.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8), scale
+
+
+def indexer_k_quant_and_cache(
+    k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, block: int, scale: str
+) -> None:
+    """Store keys [token, dim] in an index [block, token, byte], as vLLM's function of that name does."""
+    assert (block, scale in ("ue8m0", "mxfp8")) == (KEY, True)
+    page, keys = cache.shape[1], cache.shape[1] * KEY
+    flat, (data, scales) = cache.view(len(cache), -1), quantized(k)
+    for n, slot in enumerate(slots.tolist()):
+        at = slot % page
+        flat[slot // page, at * KEY : (at + 1) * KEY] = data[n]
+        exponent = (torch.log2(scales[n]) + 127).to(torch.uint8).expand(4)
+        row = scales[n].view(torch.uint8) if scale == "ue8m0" else exponent
+        flat[slot // page, keys + 4 * at : keys + 4 * (at + 1)] = row
+
+
+def hand_over(
+    source: Backend, sink: Backend, place: str, device: str = "cpu", stream: Any = None, ranks: tuple[int, int] = (1, 1)
+) -> None:
     """TOKENS tokens from scattered blocks of one engine into those of another: the rows are equal, byte by byte.
 
-    With a stream of a GPU the blocks are written there, a while after they are said to be.
+    With a stream of a GPU the blocks are written there, a while after they are said to be. Of several ranks, which have
+    all rows, `place` names each.
     """
-    (one, stated, mine), (two, wanted, theirs) = source.open(device), sink.open(device)
-    source.fill(mine)
-    after = _later(mine, stream) if stream is not None else None
+    ones, twos = ([each.open(device, n, of) for n in range(of)] for each, of in zip((source, sink), ranks, strict=True))
+    for _, _, mine in ones:
+        source.fill(mine)
+    after = _later(ones[0][2], stream) if stream is not None else None
     tables = [[5, 2, 6, 0, 3][: -(-TOKENS // each.block)] for each in (source, sink)]
+    (here, stated), (there, wanted) = (
+        (each.name.lower(), opened[0][1]) for each, opened in ((source, ones), (sink, twos))
+    )
     prompt, ticket = Prompt(range(TOKENS)), new_ticket("prefill")
-    with Source("prefill", one, place) as here, Sink("decode", two, {"prefill": place}) as there:
-        request = here.request(ticket, prompt)
-        fetch = there.fetch(ticket, prompt, {sink.name.lower(): Table(0, wanted.pages).of((tables[1],))})
-        request.finish({source.name.lower(): Table(0, stated.pages).of((tables[0],))}, after=after)
-        fetch.wait(20)
-    sent, got = source.rows(mine, tables[0]), sink.rows(theirs, tables[1])
+    with ExitStack() as doors:
+        sources = [doors.enter_context(Source("prefill", pool, place)) for pool, _, _ in ones]
+        seeds = {"prefill": place.format(rank=0)}
+        sinks = [doors.enter_context(Sink("decode", pool, seeds)) for pool, _, _ in twos]
+        requests = [each.request(ticket, prompt) for each in sources]
+        fetches = [each.fetch(ticket, prompt, {there: Table(0, wanted.pages).of((tables[1],))}) for each in sinks]
+        for request in requests:
+            request.finish({here: Table(0, stated.pages).of((tables[0],))}, after=after)
+        for fetch in fetches:
+            fetch.wait(20)
+    sent = source.rows(ones[0][2], tables[0])
     assert sent.any()
-    assert torch.equal(sent, got)
+    for _, _, theirs in twos:
+        assert torch.equal(sent, sink.rows(theirs, tables[1]))
 
 
 def _later(tensors: list[torch.Tensor], stream: Any) -> int:

@@ -14,8 +14,9 @@ import torch
 from kvproto import LocalError, Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
 from kvproto.errors import ErrorCode
 from kvproto_engines.memory import ShareableMemory
+from kvproto_engines.stages import Key, Share, alone, in_step, joined, titles_of
 from kvproto_vllm.caches import Stated, state
-from kvproto_vllm.stages import Key, Share, alone, dealt, in_step, joined, titles_of
+from kvproto_vllm.specs import dealt
 from tests.vllm.backends import DIM, HEADS, LATENT, LAYERS, TOKENS, Backend
 
 TARGET, DRAFT = Backend(), Backend("BHNC", name="FLASHINFER")

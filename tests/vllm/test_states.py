@@ -30,8 +30,15 @@ SHAPES: dict[str, list[tuple[tuple[str, int], ...]]] = {
         (("lanes", HEADS), ("whole", DIM), ("whole", WIDTH)),
     ],
     "SHORT_CONV": [(("conv", CHANNELS),)],
+    "MAMBA1": [(("conv", CHANNELS),), (("lanes", CHANNELS), ("whole", WIDTH))],
+    "LINEAR": [(("lanes", HEADS), ("whole", DIM), ("whole", DIM))],
 }
 """What a model's states are, over all ranks; the blocks of a convolution are divided each on its own."""
+
+
+OURS = {"KDA": "GDN_ATTN"}
+"""Kinds that vLLM keeps under the name of another."""
+SHAPES["KDA"] = [(("conv", HEADS * DIM),) * 3, (("lanes", HEADS), ("whole", DIM), ("whole", DIM))]
 
 
 class Engine:
@@ -52,7 +59,7 @@ class Engine:
     def layers(self, rank: int, **other: Any) -> Layers:
         spec = type("MambaSpec", (), {})()
         spec.__dict__ |= {
-            "mamba_type": SimpleNamespace(name=self.kind), "mamba_cache_mode": "none", "num_speculative_blocks": 0,
+            "mamba_type": SimpleNamespace(name=OURS.get(self.kind, self.kind)), "mamba_cache_mode": "none", "num_speculative_blocks": 0,
         } | other  # fmt: skip
         return Layers(
             title="state", layer=None, backend=f"{self.kind}_ATTN", spec=spec, names=["model.layers.0.mixer"],
@@ -131,6 +138,8 @@ def test_a_state_moves_between_any_two_sizes_and_orders(
         ("mamba_cache_mode", "align", "--no-enable-prefix-caching"),
         ("num_speculative_blocks", 3, "3 blocks for drafts"),
         ("mamba_type", SimpleNamespace(name="RWKV"), "rwkv"),
+        ("mamba_type", SimpleNamespace(name="SHORT_CONV"), "as they are alone"),
+        ("tp_replicated", True, "do not divide"),
     ],
 )
 def test_states_that_are_not_known_are_refused_by_name(field: str, value: Any, says: str) -> None:
@@ -141,6 +150,7 @@ def test_states_that_are_not_known_are_refused_by_name(field: str, value: Any, s
 
 def test_an_order_that_shapes_do_not_tell_is_a_fact() -> None:
     assert order_of(Engine("GDN_ATTN", 1, True, False).layers(0)) == "key, value"
+    assert order_of(Engine("LINEAR", 1, True, False).layers(0)) == "key, value"
     assert order_of(Engine("MAMBA2", 1, True, False).layers(0)) == ""
 
 

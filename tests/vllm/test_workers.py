@@ -114,6 +114,26 @@ def test_blocks_that_a_window_has_left_are_not_sent(tmp_path: Path) -> None:
     assert (before == rows(pair.pools[1], PAGES, 0, PAGE)).all()
 
 
+def test_of_chunked_attention_the_chunk_of_the_next_token_is_taken(tmp_path: Path) -> None:
+    """Chunks of two pages, and the next token in the second: what is before it, prefill has given up."""
+    pair = Pair(tmp_path, Table(0, window=PAGE, chunk=2 * PAGE), False)
+    ticket, before = new_ticket("p"), rows(pair.pools[1], PAGES, 0, 2 * PAGE)
+    assert LAST // (2 * PAGE) == 1
+    gone = [0, 0, *TABLE[2:]]
+    pair.turn(Orders(requests={"a": (ticket, PROMPT)}, computed=[Computed("a", len(PROMPT), (gone,), True)]))
+    pair.turn(load=Orders(loads=[load(ticket)]))
+    pair.until(lambda: pair.done)
+    pair.close()
+    assert pair.failed == set()
+    assert (rows(pair.pools[0], TABLE, 2 * PAGE, LAST) == rows(pair.pools[1], PAGES, 2 * PAGE, LAST)).all()
+    assert (before == rows(pair.pools[1], PAGES, 0, 2 * PAGE)).all()
+
+
+@pytest.mark.parametrize(("following", "first"), [(0, 0), (7, 0), (8, 8), (15, 8), (17, 16)])
+def test_a_chunk_begins_at_a_multiple_of_its_size(following: int, first: int) -> None:
+    assert Table(0, window=4, chunk=8).since(([1, 2, 3, 4, 5],), following) == first
+
+
 @pytest.mark.parametrize(
     ("whole", "span", "lost"),
     [

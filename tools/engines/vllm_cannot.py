@@ -2,6 +2,7 @@
 
 Only its last pipeline stage has what proposes tokens, and every stage asks for it: in code that its CPU and its GPU have
 in common, its first model runner. The connector states drafts on the last stage, as they are on a GPU; docs/vllm-reference.md says so.
+Mamba 1, Kimi's delta attention and sparse attention need kernels of GPUs: their caches are tried without the engine.
 """
 
 from __future__ import annotations
@@ -13,12 +14,20 @@ from typing import Any
 from tools.engines.cannot import Cases, run
 from tools.engines.vllm_pd import DRAFT, MLA, MTP, N_GRAMS, WARM
 
+_SELECTIVE = {"model": "selective", "enable_prefix_caching": False}
+_DUMMY = {"load_format": "dummy", "dtype": "bfloat16"}
 _STAGES = {"pipeline_parallel_size": 2, **WARM}
 _SAYS = "'CPUModelRunner' object has no attribute 'drafter'"
 CASES: Cases = {
     "pipeline stages with MTP": ({**MLA, "model": "mtp", **MTP, **_STAGES}, _SAYS),
     "pipeline stages with a draft model": ({"model": "llama", **DRAFT, **_STAGES}, _SAYS),
     "pipeline stages with n-grams": ({"model": "llama", **N_GRAMS, **_STAGES}, _SAYS),
+    "Mamba 1": (_SELECTIVE, "'_OpNamespace' '_C' object has no attribute 'selective_scan_fwd'"),
+    "Kimi's delta attention": (
+        {"model": "kimi", "enable_prefix_caching": False, **_DUMMY},
+        "No module named 'cutlass'",
+    ),
+    "MLA with an index": ({"model": "sparse", **_DUMMY}, "Sparse Attention is not supported on CPU."),
 }
 
 

@@ -14,7 +14,7 @@ import torch
 
 from kvproto_vllm.connector import KvprotoConnector
 from kvproto_vllm.orders import Load, Tables
-from kvproto_vllm.states import STATE
+from kvproto_vllm.specs import STATE
 from tools.engines.vllm_engine import ROUNDED, UNZEROED
 
 FETCHED: dict[str, float] = {}
@@ -82,8 +82,9 @@ class CorruptingConnector(KvprotoConnector):
         of "corrupt-page" the others.
         """
         for group, table in zip(self._kv_cache_config.kv_cache_groups, load.tables, strict=True):
-            if not load.request.startswith("corrupt-page" if _has_states(group) else "corrupt-state"):
-                yield self._parts(group, group.layer_names[0])[-1][next(filter(None, table))]
+            first = next(filter(None, table), None)  # none where the next token begins a chunk of its own
+            if first and not load.request.startswith("corrupt-page" if _has_states(group) else "corrupt-state"):
+                yield self._parts(group, group.layer_names[0])[-1][first]
 
     def _parts(self, group: Any, name: str) -> Sequence[torch.Tensor]:
         """The tensors of a layer, by block."""

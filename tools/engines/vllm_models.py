@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,25 @@ _HEADS = {"llama": (4, 2), "llama of others": (4, 2), "window": (4, 2), "llama6"
 
 _DUMMIES = {"small": (576, 1536, 9, 49152), "thin": (96, 64, 3, 512)}
 """Of models whose weights are dummies: as large as SmolLM2-135M, and one that computes little with caches as large."""
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "torch_dtype": "bfloat16", "first_k_dense_replace": 2, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+}  # fmt: skip
+_LINEAR = {"kda_layers": [1], "full_attn_layers": [2], "head_dim": 128, "num_heads": 4, "short_conv_kernel_size": 4}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "kimi": {
+        "model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"], "linear_attn_config": _LINEAR,
+        "q_lora_rank": None, "mla_use_nope": True,
+    },
+    "sparse": {
+        "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048,
+        "index_head_dim": 128, "index_n_heads": 4, "n_group": 1, "topk_group": 1, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64,
+    },
+}  # fmt: skip
+"""Of models that are loaded with dummy weights: Kimi's delta attention beside MLA, MLA with an index."""
 
 
 def make(folder: Path, name: str) -> Path:
@@ -25,6 +45,10 @@ def make(folder: Path, name: str) -> Path:
         return path
     torch.manual_seed(int(name.endswith("others")))
     shared: dict[str, Any] = {"vocab_size": 512, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
+    if name in _CONFIGS:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(shared | _SIZES | _CONFIGS[name]))
+        return path
     if name in _DUMMIES:
         hidden, intermediate, heads, vocabulary = _DUMMIES[name]
         LlamaConfig(
@@ -142,10 +166,34 @@ def _convolutions(path: Path, shared: dict[str, Any]) -> None:
     Lfm2ForCausalLM(config).save_pretrained(path)
 
 
+def _selective(path: Path, shared: dict[str, Any]) -> None:
+    """Two layers of Mamba 1 and two of attention, as Jamba has them, without experts."""
+    from transformers import JambaConfig, JambaForCausalLM
+
+    config = JambaConfig(
+        hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        attn_layer_period=2, attn_layer_offset=1, num_experts=1, num_experts_per_tok=1, mamba_d_state=16, mamba_dt_rank=8,
+        initializer_range=0.15, **shared,
+    )  # fmt: skip
+    JambaForCausalLM(config).save_pretrained(path)
+
+
+def _chunks(path: Path, shared: dict[str, Any]) -> None:
+    """Layers that attend to their own chunk of 64 tokens beside full ones, as Llama 4 has them, without experts."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        hidden_size=128, intermediate_size=384, intermediate_size_mlp=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, attention_chunk_size=64, no_rope_layers=[1, 0] * 2, moe_layers=[], interleave_moe_layer_step=0,
+        layer_types=["chunked_attention", "full_attention"] * 2, initializer_range=0.15, **shared,
+    )  # fmt: skip
+    Llama4ForCausalLM(config).save_pretrained(path)
+
+
 _HYBRIDS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
-    "states": _states, "deltas": _deltas, "convolutions": _convolutions,
+    "states": _states, "deltas": _deltas, "convolutions": _convolutions, "selective": _selective, "chunks": _chunks,
 }  # fmt: skip
-"""Models with layers of states beside those of attention."""
+"""Models with layers of other kinds beside those of attention to all tokens."""
 
 
 def _tokenizer() -> Any:

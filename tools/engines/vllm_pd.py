@@ -128,6 +128,12 @@ PAIRS = [
         ],
     ),
     Pair(
+        "Layers that attend to their own chunk of 64 tokens beside full ones, block 32, and block 64",
+        {"model": "chunks", "max_num_batched_tokens": 96, **_ALONE},
+        {"model": "chunks", "block_size": 64, **_ALONE},
+        [cases.same_tokens, cases.one_bit, cases.left_idle],
+    ),
+    Pair(
         "Layers of short convolutions, TP 2 and 1",
         {"model": "convolutions", "tensor_parallel_size": 2, **_IN_TORCH, **_ALONE},
         {"model": "convolutions", **_IN_TORCH, **_ALONE},

@@ -15,10 +15,10 @@ from vllm.platforms import current_platform
 from kvproto.tiers import HostTiers
 from kvproto_engines.memory import only_context
 from kvproto_engines.tiers import ONLY_TOKENS, names_of
-from kvproto_vllm.caches import refused
 from kvproto_vllm.engine import open_pool
 from kvproto_vllm.releases import RELEASES, BlockTables, TransferResults, check_release, layers_of
 from kvproto_vllm.settings import Settings
+from kvproto_vllm.specs import refused
 from kvproto_vllm.tiers.finding import Finding, Found, TierOrders, TierSettings, merged
 from kvproto_vllm.tiers.keeping import Keeping
 

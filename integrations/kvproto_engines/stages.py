@@ -1,4 +1,4 @@
-"""One Description of all ranks: layers of every pipeline stage, and tokens that context-parallel ranks deal."""
+"""One Description of all pipeline stages: each knows its own layers, and all state the same."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import attrs
 
 from kvproto import Cache, LocalError
-from kvproto_vllm.caches import refused
+from kvproto.errors import ErrorCode
 
-__all__ = ["Gather", "Key", "Share", "alone", "dealt", "in_step", "joined", "titles_of"]
+__all__ = ["Gather", "Key", "Share", "alone", "in_step", "joined", "titles_of"]
 
 Gather = Callable[[Any], list[Any]]
 """Takes an object of this pipeline stage and returns those of all, by stage; all stages call it at the same time."""
@@ -78,16 +78,6 @@ def _one(cache: Cache, other: Cache) -> Cache:
     both = [attrs.evolve(each, layers=layers) for each in (cache, other)]
     if both[0] != both[1]:
         path, mine = f"layers {list(other.layers)}", f"as layers {list(cache.layers)} of another pipeline stage"
-        raise refused(path, mine, f"{other.group.parts}, not {cache.group.parts}")
+        yours = f"{other.group.parts}, not {cache.group.parts}"
+        raise LocalError(ErrorCode.BAD_COLUMNS, path, mine, yours, "start all stages with the same settings")
     return both[0]
-
-
-def dealt(cache: Cache, spec: Any, size: int) -> Cache:
-    """The cache as `size` context-parallel ranks hold it; raises LocalError if the engine does not say how."""
-    if size == 1:
-        return cache
-    sharded = getattr(spec, "dcp_sharded", None)
-    if sharded is None:
-        mine = "1, with a vLLM that does not say which layers it deals"
-        raise refused("decode_context_parallel_size", mine, str(size))
-    return cache.sharded() if sharded else cache.replicated()
