@@ -120,7 +120,7 @@ class PrefillProcess(EngineProcess):
             return
         job.sequence.seen, lost = ended
         if lost is not None:
-            said = f"rows of its {len(job.sequence.images)} images, for {job.sequence.prompt.count(IMAGE)} IMAGE tokens"
+            said = f"rows for its {job.sequence.prompt.count(IMAGE)} IMAGE tokens"
             self.tell("refused", id=job.id, error=f"{said}: {lost['error']}", code=lost["code"])
             for request in job.requests.values():
                 request.fail(lost["error"])
