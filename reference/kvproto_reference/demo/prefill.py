@@ -18,7 +18,7 @@ from ..engine.images import expected, prompt_of
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefill import Prefiller
-from ..engine.sequence import TokenSequence
+from ..engine.sequence import IMAGE, TokenSequence
 from ..engine.world import World
 from ..errors import EngineError, code_of
 from .options import EngineOptions, parse, rank_address
@@ -121,7 +121,8 @@ class PrefillProcess(EngineProcess):
             return
         job.sequence.seen, lost = ended
         if lost is not None:
-            self.tell("refused", id=job.id, error=f"rows of its images: {lost['error']}", code=lost["code"])
+            said = f"rows for its {job.sequence.prompt.count(IMAGE)} IMAGE tokens"
+            self.tell("refused", id=job.id, error=f"{said}: {lost['error']}", code=lost["code"])
             for request in job.requests.values():
                 request.fail(lost["error"])
 
