@@ -14,7 +14,7 @@ from kvproto import DType
 from kvproto_engines.elements import numbers_of
 from kvproto_engines.sparse import SCALE, row_numbers, row_of
 
-__all__ = ["Rows", "dice", "differing", "of_elements", "of_packed_latents"]
+__all__ = ["Rows", "dice", "of_elements", "of_packed_latents", "trial"]
 
 
 @attrs.frozen
