@@ -14,7 +14,7 @@ from kvproto import DType
 from kvproto_engines.elements import numbers_of
 from kvproto_engines.sparse import SCALE, row_numbers, row_of
 
-__all__ = ["Rows", "dice", "differing", "of_elements", "of_packed_latents"]
+__all__ = ["Rows", "dice", "of_elements", "of_packed_latents", "trial"]
 
 
 @attrs.frozen
@@ -61,7 +61,20 @@ def dice(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.randint(0, 6, tuple(shape), generator=torch.Generator().manual_seed(1)).float().to(device)
 
 
-def differing(rows: Mapping[str, torch.Tensor], found: Sequence[torch.Tensor]) -> str | None:
-    """The first part whose rows [token, head, dim] are not those found, [head, token, dim]."""
-    pairs = zip(rows.items(), found, strict=True)
+def trial(
+    tensor: torch.Tensor, rows: Mapping[str, torch.Tensor], store: Callable[[], object],
+    read: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+) -> str | None:  # fmt: skip
+    """The first part of which block 0 does not hold these rows, [token, head, dim], once `store` has put them there.
+
+    What is read is [head, token, dim]. The block is left as it was.
+    """
+    with torch.inference_mode():
+        before = tensor[0].clone()
+        try:
+            store()
+            page = tensor[0].clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        finally:
+            tensor[0].copy_(before)
+    pairs = zip(rows.items(), read(page), strict=True)
     return next((part for (part, row), got in pairs if not torch.equal(got, row.transpose(0, 1))), None)

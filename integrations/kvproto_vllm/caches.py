@@ -17,7 +17,7 @@ from kvproto import Cache, DType, LocalError
 from kvproto.errors import ErrorCode
 from kvproto_engines.elements import FLOATS
 from kvproto_engines.pages import cache_of, chosen, measured, views_of
-from kvproto_engines.rows import dice, differing, of_elements, of_packed_latents
+from kvproto_engines.rows import dice, of_elements, of_packed_latents, trial
 from kvproto_engines.sparse import SCALE, index_numbers, index_of, index_views
 from kvproto_vllm.releases import scales_are_exponents
 from kvproto_vllm.specs import MLA, check_spec, packed, refused
@@ -175,16 +175,12 @@ def _try(layers: Layers, tensor: torch.Tensor, rows: dict[str, torch.Tensor], st
     slots, scales = torch.arange(tensor.shape[2], device=tensor.device), layers.scales[0]
     pairs = zip(rows.values(), scales, strict=False)
     given = [(row * (1 if packed(layers.spec) else scale)).to(layers.computed) for row, scale in pairs]
-    with torch.inference_mode():
-        before = tensor[0].clone()
-        try:
-            store(layers.layer, given, tensor, slots)
-        except (AttributeError, ImportError, NotImplementedError, TypeError) as error:
-            mine = "a back end with a function that stores K and V"
-            raise refused(layers.names[0], mine, f"{layers.backend}: {error}") from error
-        page = tensor[0].clone(memory_format=torch.contiguous_format).view(torch.uint8)
-        tensor[0].copy_(before)
-    if part := differing(rows, read(page)):
+    try:
+        part = trial(tensor, rows, lambda: store(layers.layer, given, tensor, slots), read)
+    except (AttributeError, ImportError, NotImplementedError, TypeError) as error:
+        mine = "a back end with a function that stores K and V"
+        raise refused(layers.names[0], mine, f"{layers.backend}: {error}") from error
+    if part:
         found, advice = f"{layers.backend} stores it elsewhere", "choose another back end"
         mine = f"{part} where the shape of its tensor says"
         raise LocalError(ErrorCode.LAYOUT_OPAQUE, layers.names[0], mine, found, advice)
