@@ -1,4 +1,4 @@
-"""`python -m tools.house`: rules for names, sizes and layers that no linter checks.
+"""`python -m tools.house`: rules for names, sizes, docstrings and layers that no linter checks.
 
 Each problem is a line: file, line, what is wrong, and what to do about it. The exit status is 1 if there is one.
 """
@@ -11,7 +11,7 @@ import re
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from attrs import frozen
@@ -21,6 +21,13 @@ PACKAGES = ("kvproto", "reference", "conformance", "integrations", "tools")
 """Folders whose functions are measured."""
 KEPT = ("conformance/versions",)
 """Folders that stay as they were."""
+READ = (*PACKAGES, "benchmarks")
+"""Folders whose docstrings are read."""
+UNREAD = (
+    "integrations/kvproto_vllm/",
+    *(f"reference/kvproto_reference/demo/{name}.py" for name in ("decode", "options", "rank", "router")),
+)
+"""Folders and files whose docstrings still begin with clauses."""
 SAME_NAME: dict[str, str] = {}
 """Class names that two files of kvproto/ may define, and why."""
 SMALL: dict[str, str] = {}
@@ -32,6 +39,8 @@ _FUNCTION_LINES = 70
 _MODULE_LINES = 60
 _REGISTRY_CLASSES = ("kvproto/wire/enums.py", "kvproto/wire/messages.py")
 """Generated from the registry: their names are the specification's."""
+_CLAUSE = re.compile(r"(That|Those|What|Whatever|When|Where|Which|Who|Whoever|Whose|Why|How)\b")
+"""Beginnings of docstrings that are a clause where CONTRIBUTING.md asks for a noun or a verb."""
 _SKIP = re.compile(r"#\s*fmt:\s*skip")
 _DISPLAYS = (ast.Dict, ast.List, ast.Set, ast.Tuple)
 
@@ -74,8 +83,8 @@ class _Module:
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _modules(root: Path) -> Iterator[_Module]:
-    for package in PACKAGES:
+def _modules(root: Path, folders: Iterable[str]) -> Iterator[_Module]:
+    for package in folders:
         for path in sorted((root / package).rglob("*.py")):
             name = path.relative_to(root).as_posix()
             if not name.startswith(KEPT):
@@ -130,6 +139,16 @@ def _small_modules(modules: list[_Module], product: list[_Module]) -> Iterator[P
         neighbours = [user for user in users[module.name] if user is not module]
         if len(neighbours) == 1 and neighbours[0].folder == module.folder:
             yield Problem(module.path, 1, f"{lines} lines that only {neighbours[0].path} uses: join the two")
+
+
+def _clauses(modules: list[_Module]) -> Iterator[Problem]:
+    """Docstrings, of variables too, that begin with a clause such as "What a peer sent"."""
+    for module in modules:
+        for node in module.statements if not module.path.startswith(UNREAD) else ():
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(text))) if begin := _CLAUSE.match(text.lstrip()):
+                    problem = f'a docstring begins with "{begin[0]}": begin with a noun or a verb'
+                    yield Problem(module.path, node.lineno, problem)
 
 
 def _skips(product: list[_Module]) -> Iterator[Problem]:
@@ -204,13 +223,15 @@ def _product_names(cell: str, layers: dict[str, int]) -> Iterator[str]:
 
 def problems(root: Path) -> list[Problem]:
     """Every problem of the tree at `root`, by file and line."""
-    modules = list(_modules(root))
+    read = list(_modules(root, READ))
+    modules = [module for module in read if module.path.startswith(PACKAGES)]
     product = [module for module in modules if module.path.startswith("kvproto/")]
     return sorted(
         [
             *_same_names(product),
             *_long_functions(modules),
             *_small_modules(modules, product),
+            *_clauses(read),
             *_skips(product),
             *_layers(root),
         ],

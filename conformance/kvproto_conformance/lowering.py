@@ -127,7 +127,7 @@ def page_sums(source: Json, sink: Json) -> dict[str, list[str]]:
 
 
 def _byte(place: Place) -> int:
-    """A byte of the source's memory, for checksums of it."""
+    """The byte that the source's memory holds at a place, for checksums of it."""
     region, offset = place
     return (7 * offset + region) % 256
 

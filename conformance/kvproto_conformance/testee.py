@@ -29,7 +29,7 @@ _WORDS = 2048
 """Bytes of its stderr that are kept."""
 _STDOUT = "stdout is for answers alone, print notes to stderr"
 _START = 4
-"""Times the patience that the first answer may take, as an interpreter and its libraries have to start."""
+"""The factor of the patience for the first answer, as an interpreter and its libraries have to start."""
 _ENDING = 2.0
 """Seconds in which a testee that has closed its output ends, at most."""
 
@@ -170,7 +170,7 @@ class Testee:
             return left[:0]
 
     def _death(self, process: _Process, end: float) -> Broken:
-        """The end of it, now that its output is closed, if it does end."""
+        """The exit of the process, now that its output is closed, if it does end."""
         try:
             status = process.popen.wait(max(0.1, min(_ENDING, end - time.monotonic())))
         except subprocess.TimeoutExpired:

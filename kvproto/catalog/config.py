@@ -158,7 +158,7 @@ def _passed(config: Config, kinds: list[str]) -> list[str]:
 
 
 def _turns(name: str, kinds: Sequence[str], turns: int) -> int:
-    """So many passes of a loop; raises LocalError(OUT_OF_RANGE) if they are more layers than any model has."""
+    """The passes of a loop; raises LocalError(OUT_OF_RANGE) if they are more layers than any model has."""
     if len(kinds) * turns > MOST_LAYERS:
         wanted = f"at most {MOST_LAYERS} layers, each counted once for each pass"
         raise bad(f"config.{name}", wanted, len(kinds) * turns)

@@ -22,5 +22,5 @@ def length_of(group: Group, tokens: int, axes: Mapping[str, int]) -> int:
 
 
 def lengths_of(groups: Iterable[Group], tokens: int, axes: Mapping[str, int]) -> dict[int, int]:
-    """As `length_of`, for several groups, by group id."""
+    """Lengths of several groups, as `length_of` has them, by group id."""
     return {group.id: length_of(group, tokens, axes) for group in groups}

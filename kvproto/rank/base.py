@@ -368,7 +368,7 @@ class EngineRank:
         self._driver.post(run, made._failed)
 
     def _replace(self, pool: Pool) -> None:
-        """With the lock held: make this the current pool."""
+        """Make this the current pool, with the lock held."""
         pool._use(self._who)
         self._pools.append(pool)
         self.pool, self._epoch = pool, self._epoch + 1

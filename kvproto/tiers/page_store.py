@@ -59,7 +59,7 @@ class PageStore:
     """The pages of one rank's layout, in a back end that may hold pages of others as well."""
 
     def __init__(self, store: Store, layout: PageLayout, low: int = 0, high: int = 0, *, scan: bool = True) -> None:
-        """Above `high` bytes, pages are evicted down to `low`; 0: never. With `scan`, list the pages that are there."""
+        """Pages are evicted above `high` bytes, down to `low`; 0: never. With `scan`, list the pages that are there."""
         if not 0 <= low <= high:
             raise bad("low", f"within [0, {high}]", low)
         self.store, self.layout, self.low, self.high = store, layout, low, high
@@ -197,7 +197,7 @@ class PageStore:
                 self.bytes -= _size(manifest)
 
     def _evict(self) -> None:
-        """Above the high mark, evict the least recently used pages down to the low mark."""
+        """Evict the least recently used pages down to the low mark, if the high one is passed."""
         evicted = []
         with self._lock:
             if not self.high or self.bytes <= self.high:

@@ -95,6 +95,30 @@ def test_a_package_and_a_small_module_with_a_reason_stay(tree, monkeypatch):
     assert tree(**files, kvproto__net__user="import kvproto.net\n") == []
 
 
+@pytest.mark.parametrize("package", house.READ)
+@pytest.mark.parametrize("word", ["What", "Those", "That", "Whatever", "Which", "Where", "When", "Who", "Why", "How"])
+def test_a_docstring_that_begins_with_a_clause(tree, package, word):
+    problem = f'begins with "{word}": begin with a noun or a verb'
+    begins = f'"""{word} a peer sends."""\n'
+    texts = begins, f"def f():\n    {begins}", f"class A:\n    x = 0\n    {begins}", f'x = 0\n"""\n{word} it is."""\n'
+    for text in texts:
+        assert [line.partition("docstring ")[2] for line in tree(**{f"{package}__a": text})] == [problem]
+
+
+@pytest.mark.parametrize(
+    "text", ['"""The words of a peer, which are What."""', '"""Whether it waits."""', 'x = "What"']
+)
+def test_docstrings_that_begin_with_a_noun_and_other_strings(tree, text):
+    assert tree(kvproto__a=text + "\n") == []
+
+
+def test_folders_whose_docstrings_are_left_alone(tree, monkeypatch):
+    monkeypatch.setattr(house, "UNREAD", ("tools/a.py",))
+    assert tree(tools__a='"""What it is."""\n') == []
+    (problem,) = tree(tools__b='"""What it is."""\n')
+    assert problem == 'tools/b.py:1: a docstring begins with "What": begin with a noun or a verb'
+
+
 SKIP = "  # fmt: skip\n"
 
 

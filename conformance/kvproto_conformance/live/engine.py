@@ -163,7 +163,7 @@ class Engine:
         self._lines.put(b"")
 
     def _end(self) -> str:
-        """The end of it, and its last output."""
+        """The exit of the engine, and its last output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._program.wait(2.0)
         size = self._errors.seek(0, 2)

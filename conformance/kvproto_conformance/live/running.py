@@ -119,7 +119,7 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario], seconds: float = 
 
 
 def lacks(scenario: Scenario) -> str:
-    """The needs of a scenario that the suite's side lacks; empty if it lacks nothing."""
+    """The need of a scenario that the suite's side cannot meet; empty if it meets all."""
     wanted = scenario.transport == "NIXL" and not nixl.is_there()
     return "NIXL beside the suite (pip install nixl)" if wanted else ""
 

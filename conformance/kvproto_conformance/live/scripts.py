@@ -1,4 +1,4 @@
-"""A scenario for people: its script, the helpers that it calls, and what each of its steps is."""
+"""The account of a scenario for people: its script, the helpers that it calls, and what each of its steps is."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.memory import allocate
 
 _BLOCKS = 8
-"""Thread blocks of a launch in each direction: enough to fill the bus, and few of those that compute."""
+"""Thread blocks of a launch in each direction: enough to fill the bus, and few of the GPU's."""
 _PART = 8 << 20
 """Least bytes of the layers that share an event: a sixth of a millisecond on the bus."""
 _AHEAD = 3

@@ -140,7 +140,7 @@ class Peer(Slotted):
 
 @attrs.frozen(cache_hash=True)
 class SlotPair:
-    """From the first bytes of a slot to those of a peer's slot."""
+    """A path from the first bytes of a slot to those of a peer's slot."""
 
     source: Registered
     at: int

@@ -1,4 +1,4 @@
-"""Admission of requests to decoding: pages are taken as answers grow, from the youngest if none are free.
+"""Admission of requests, and which give way: pages are taken as answers grow, from the youngest if none are free.
 
 Requests keep the order in which they came. Why all of them end: while one waits no younger one begins, so those that
 hold pages become fewer until it comes back; and it comes back with the pages of its next step, which only an older one

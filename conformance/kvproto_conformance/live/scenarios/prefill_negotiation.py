@@ -1,4 +1,4 @@
-"""Sessions with a source, from begin to end: negotiation, incarnations, draining."""
+"""Sessions with a source, from beginning to end: negotiation, incarnations, draining."""
 
 from __future__ import annotations
 
