@@ -23,11 +23,6 @@ KEPT = ("conformance/versions",)
 """Folders that stay as they were."""
 READ = (*PACKAGES, "benchmarks")
 """Folders whose docstrings are read."""
-UNREAD = (
-    "integrations/kvproto_vllm/",
-    *(f"reference/kvproto_reference/demo/{name}.py" for name in ("decode", "options", "rank", "router")),
-)
-"""Folders and files whose docstrings still begin with clauses."""
 SAME_NAME: dict[str, str] = {}
 """Class names that two files of kvproto/ may define, and why."""
 SMALL: dict[str, str] = {}
@@ -144,7 +139,7 @@ def _small_modules(modules: list[_Module], product: list[_Module]) -> Iterator[P
 def _clauses(modules: list[_Module]) -> Iterator[Problem]:
     """Docstrings, of variables too, that begin with a clause such as "What a peer sent"."""
     for module in modules:
-        for node in module.statements if not module.path.startswith(UNREAD) else ():
+        for node in module.statements:
             match node:
                 case ast.Expr(value=ast.Constant(value=str(text))) if begin := _CLAUSE.match(text.lstrip()):
                     problem = f'a docstring begins with "{begin[0]}": begin with a noun or a verb'

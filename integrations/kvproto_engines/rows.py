@@ -19,7 +19,7 @@ __all__ = ["Rows", "dice", "of_elements", "of_packed_latents", "trial"]
 
 @attrs.frozen
 class Rows:
-    """What a row of each head is.
+    """The parts of a row of each head.
 
     Fields:
         parts: Element type, lanes and bytes of a lane, as `Cache.paged` takes them.

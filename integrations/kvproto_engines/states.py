@@ -25,7 +25,7 @@ def state_of(
 
 
 def convolved(names: Sequence[str], channels: int, heads: int = 1, dim: int = 1, width: int = 1) -> list[Block]:
-    """What a convolution of so many channels has one after another, of all ranks.
+    """The parts of a convolution of so many channels, one after another, of all ranks.
 
     Names: "heads", the inputs of the heads, `dim` each; "groups", twice, what these leave, as wide as a row of a head's
     matrix; "all", channels that no head has.

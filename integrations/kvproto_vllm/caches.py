@@ -1,4 +1,4 @@
-"""How the tensors of vLLM's attention back ends are stated.
+"""Statements of the tensors of vLLM's attention back ends.
 
 On a GPU a block is [head, token, K then V], or [token, latent] for MLA, in any order and with any gaps that the strides
 say, one allocation a layer or one for all. Shapes come from the engine's own specification of the cache. That the bytes
@@ -91,7 +91,7 @@ def check_sizes(parallel: Any) -> None:
 
 
 def state(layers: Layers, strides: bool) -> Stated:
-    """What these layers are, by `strides` where an order is measured; raises LocalError for what is not known."""
+    """State these layers, by `strides` where an order is measured; raises LocalError for what is not known."""
     check_spec(layers.names[0], layers.spec)
     pages = _pages(layers)
     if layers.backend.endswith("CPU_ATTN"):  # of chunked local attention too
@@ -112,7 +112,7 @@ def _pages(layers: Layers) -> int:
 
 
 def _element(layers: Layers) -> tuple[DType, torch.dtype]:
-    """What an element of the cache is; raises LocalError for a quantization that is not stated."""
+    """The element type of the cache; raises LocalError for a quantization that is not stated."""
     found, mode = layers.tensors[0].dtype, getattr(layers.spec.kv_quant_mode, "name", "NONE")
     if mode == "NONE" and found in FLOATS:
         return FLOATS[found], found

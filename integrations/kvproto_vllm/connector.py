@@ -43,7 +43,7 @@ class _WorkerMetadata(base.KVConnectorWorkerMetadata):
     taken: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def aggregate(self, other: Any) -> base.KVConnectorWorkerMetadata:
-        """What both workers told."""
+        """The words of both workers."""
         return _WorkerMetadata(self.taken | other.taken)
 
 
@@ -195,7 +195,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     @property
     def _bound(self) -> Orders:
-        """What the scheduler's side said of this step."""
+        """The orders of the scheduler's side for this step."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _Metadata)
         return metadata.orders

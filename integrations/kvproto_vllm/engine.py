@@ -55,7 +55,7 @@ def open_pool(config: Any, kv_config: Any, tensors: dict[str, Any], rank: int, s
 
 
 _BY_STRIDES = (ErrorCode.LAYOUT_OPAQUE, ErrorCode.BAD_GEOMETRY, ErrorCode.OUT_OF_RANGE)
-"""How strides are refused that do not describe a page, or that are too many."""
+"""The errors of strides that do not describe a page, or that are too many."""
 
 
 def _open(
@@ -164,7 +164,7 @@ def _depth(config: Any) -> int:
 
 
 def _models(config: Any) -> list[Any]:
-    """What vLLM knows of the target, and of its draft."""
+    """The models of the target and of its draft, as vLLM knows them."""
     return [config.model_config, getattr(config.speculative_config, "draft_model_config", None)]
 
 
@@ -174,7 +174,7 @@ def _scales(layer: Any) -> tuple[float, float]:
 
 
 def _facts(config: Any, settings: Settings, shares: list[Share]) -> list[dict[str, str]]:
-    """What has to be equal so that bytes mean the same, of the target and of a draft."""
+    """Facts that have to be equal so that bytes mean the same, of the target and of a draft."""
     facts: list[dict[str, str]] = [{}, {}]
     dummy = f"dummy {config.model_config.seed}" if config.load_config.load_format == "dummy" else ""
     for number in {share.key[2] for share in shares}:

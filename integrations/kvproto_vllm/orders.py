@@ -1,4 +1,4 @@
-"""What the scheduler's side tells each worker's side in a step, and hears back."""
+"""Orders of the scheduler's side for each worker's side in a step, and the answers."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _FLAGS = "do_remote_decode", "do_remote_prefill"
 
 @attrs.frozen
 class Asked:
-    """What a request asks of this engine.
+    """The wishes of a request to this engine.
 
     Fields:
         prefill: Whether its pages are to be handed over; if not, they are to be fetched. None: neither, and `error`
@@ -39,7 +39,7 @@ class Asked:
 
 
 def read_params(params: Any, producer: bool, consumer: bool) -> Asked | None:
-    """What these parameters ask for; None for an ordinary request. What a user made up never raises."""
+    """Read the wishes in these parameters; None for an ordinary request. Values that a user made up never raise."""
     if not isinstance(params, Mapping):
         return None
     prefill, decode = (params.get(name) is True for name in _FLAGS)
@@ -71,7 +71,7 @@ _PROMPTLY = 5000
 
 
 def answer(ticket: Ticket) -> dict[str, Any]:
-    """What a prefill engine returns: the parameters of the request to the decode engine.
+    """The answer of a prefill engine: the parameters of the request to the decode engine.
 
     The ticket's deadline is for whoever brings it: it tells a prefill engine that is slow from one that died since.
     """
@@ -80,7 +80,7 @@ def answer(ticket: Ticket) -> dict[str, Any]:
 
 
 def prompt_of(request: Any, only: bool = False) -> Prompt:
-    """What both engines compute: tokens, LoRA adapter, and digests of images; raises LocalError for embeddings.
+    """The prompt that both engines compute: tokens, LoRA adapter, and digests of images; raises LocalError for embeddings.
 
     `only`: and for a request that is decoded on, whose window leaves blocks, and whose states change, before they are
     read.

@@ -131,7 +131,7 @@ class Scheduling:
             self._orders.spared.append(Load(name, ticket, prompt, (), len(prompt), len(prompt)))
 
     def orders(self, step: Any, tables: Callable[[str], Tables]) -> Orders:
-        """What workers have to do in a step of vLLM's scheduler; `tables` gives the blocks of a request."""
+        """The work of workers in a step of vLLM's scheduler; `tables` gives the blocks of a request."""
         for name in sorted(step.preempted_req_ids or ()):
             self._preempted(name)
         for name, before in _scheduled(step):

@@ -48,7 +48,7 @@ def check_spec(name: str, spec: Any) -> None:
 
 
 def key_of(spec: Any) -> str:
-    """What tells kinds of layers apart: all of a specification but who leads a group of layers with one index."""
+    """Marks of a kind of layers: all of a specification but who leads a group of layers with one index."""
     led = getattr(spec, "is_index_group_leader", None)
     return repr(spec if led is None else dataclasses.replace(spec, is_index_group_leader=False))
 

@@ -1,4 +1,4 @@
-"""How the states of vLLM's layers are stated: of Mamba 1 and 2, delta nets, linear attention and short convolutions.
+"""Statements of the states of vLLM's layers: of Mamba 1 and 2, delta nets, linear attention and short convolutions.
 
 A block of such a layer is the one state of a request: rows of the convolution's last inputs, [row, channel] or
 [channel, row] as vLLM was told, and a matrix a head, or for Mamba 1 a row a channel. What ranks divide follows from the
@@ -63,7 +63,7 @@ def states(layers: Layers, ranks: int, rows_first: bool) -> list[Stated]:
 
 
 def order_of(layers: Layers) -> str:
-    """How the matrix of a head lies, where engines differ under the same shape: else nothing."""
+    """The order of the matrix of a head, where engines differ under the same shape: else nothing."""
     if type(layers.spec).__name__ != STATE:
         return ""
     return _ORDERS.get(_kind(layers), ("", ""))[layers.tensors[0][-1].device.type != "cpu"]

@@ -112,13 +112,6 @@ def test_docstrings_that_begin_with_a_noun_and_other_strings(tree, text):
     assert tree(kvproto__a=text + "\n") == []
 
 
-def test_folders_whose_docstrings_are_left_alone(tree, monkeypatch):
-    monkeypatch.setattr(house, "UNREAD", ("tools/a.py",))
-    assert tree(tools__a='"""What it is."""\n') == []
-    (problem,) = tree(tools__b='"""What it is."""\n')
-    assert problem == 'tools/b.py:1: a docstring begins with "What": begin with a noun or a verb'
-
-
 SKIP = "  # fmt: skip\n"
 
 

@@ -1,4 +1,4 @@
-"""What the adapter says of each class of cache that a vLLM has: `ENGINE/python -m tools.engines.vllm_specs`.
+"""Statements of the adapter about each class of cache that a vLLM has: `ENGINE/python -m tools.engines.vllm_specs`.
 
 Every class of specification, wherever the package defines it, and every kind of state is stated, or refused with a reason.
 Those whose engine needs a GPU are stated of what the package itself allocates: its specifications, shapes and views.
@@ -31,7 +31,7 @@ from tests.vllm import backends
 
 _ROOT = "KVCacheSpec"
 _NO_CACHES = {"AttentionSpec", "UniformTypeKVCacheSpecs"}
-"""What others derive from, and a case for specifications of several layers."""
+"""Classes that others derive from, and a case for specifications of several layers."""
 _OTHERS = {"CUSTOM"}
 """Kinds of states that a plugin registers."""
 
@@ -110,7 +110,7 @@ class _Rows:
 
 
 def stated(spec: Any, layout: KVCacheLayout) -> list[Stated]:
-    """What the adapter says of layers that vLLM allocates by a specification."""
+    """Statements of the adapter about layers that vLLM allocates by a specification."""
     names, page = [f"model.layers.{n}.mixer" for n in range(LAYERS)], spec.page_size_bytes
     inner = layout.name.startswith("B")
     strides = (page, page * LAYERS) if inner else (page * BLOCKS, page)
@@ -137,7 +137,7 @@ def _bound(spec: Any, view: torch.Tensor) -> Any:
 
 
 def differences(make: Callable[[], Any], wanted: Parts) -> list[str]:
-    """What is stated otherwise than a model's sizes say, in vLLM's layouts of layers."""
+    """Differences between statements and a model's sizes, in vLLM's layouts of layers."""
     wrong = []
     for layout in (KVCacheLayout.LBNHC, KVCacheLayout.BLNHC):
         made = stated(make(), layout)
@@ -171,7 +171,7 @@ def _told(what: str, found: list[str]) -> bool:
 
 
 def _counted() -> tuple[str, list[str]]:
-    """How many classes are stated and refused, and those that are neither."""
+    """The numbers of classes that are stated and refused, and the names of those that are neither."""
     found, kinds = classes(), {each.name for each in MambaAttentionBackendEnum} - _OTHERS
     said = {*STATED, *REFUSED}
     missing = sorted(found - said) + sorted(kinds - {each.upper() for each in KINDS})

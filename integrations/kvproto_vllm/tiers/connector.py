@@ -43,7 +43,7 @@ class _TierAnswers(base.KVConnectorWorkerMetadata):
     found: Found = field(default_factory=dict)
 
     def aggregate(self, other: Any) -> base.KVConnectorWorkerMetadata:
-        """What both workers have."""
+        """The pages of both workers."""
         return _TierAnswers(merged(self.found, other.found))
 
 
@@ -168,7 +168,7 @@ class KvprotoTiers(base.KVConnectorBase_V1):
 
     @property
     def _bound(self) -> TierOrders:
-        """What the scheduler's side said of this step."""
+        """The orders of the scheduler's side for this step."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _TierMetadata)
         return metadata.orders

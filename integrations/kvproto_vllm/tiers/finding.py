@@ -163,7 +163,7 @@ class Finding:
             self._orders.looks.append(Look(request.request_id, self._tokens(known), request.cache_salt))
 
     def _tokens(self, known: _Known) -> list[int]:
-        """Those that workers do not know yet."""
+        """Requests that workers do not know yet."""
         tokens = list(known.request.all_token_ids[known.told :])
         known.told += len(tokens)
         return tokens
@@ -220,7 +220,7 @@ class Finding:
         known.settled, known.found, known.looked = True, None, 0
 
     def orders(self, step: Any, tables: Callable[[str], Tables]) -> TierOrders:
-        """What workers have to do in a step; `tables` gives the blocks of a request."""
+        """The work of workers in a step; `tables` gives the blocks of a request."""
         new = {each.req_id: each.num_computed_tokens for each in step.scheduled_new_reqs}
         cached = step.scheduled_cached_reqs
         for name, before in {**new, **dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))}.items():
@@ -259,7 +259,7 @@ def _is_text(request: Any) -> bool:
 
 
 def merged(one: Mapping[str, tuple[int, int]], two: Mapping[str, tuple[int, int]]) -> Found:
-    """What two sets of workers have."""
+    """The pages that two sets of workers have."""
     found = dict(one)
     for name, (pages, workers) in two.items():
         least, others = found.get(name, (pages, 0))

@@ -50,7 +50,7 @@ class Keeping:
             self._failed.add(name)
 
     def _chain(self, name: str, more: list[int], salt: str | None) -> Chain:
-        """That of a request, with the tokens that follow."""
+        """The chain of a request, with the tokens that follow."""
         if (chain := self._chains.get(name)) is None:
             chain = self._chains[name] = self.tiers.chain([], **({} if salt is None else {"salt": salt}))
         chain.extend(more)

@@ -255,7 +255,7 @@ def check(options: DemoOptions) -> None:
 
 
 def _images(options: DemoOptions) -> Iterable[tuple[object, str]]:
-    """What does not go together with --images, and why."""
+    """Options that do not go together with --images, and the reasons."""
     yield (
         options.tiers or options.real or options.chat or options.prompt_file,
         "--images brings prompts of its own: leave --tiers, --real, --chat and --prompt-file out",

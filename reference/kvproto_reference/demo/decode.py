@@ -73,7 +73,7 @@ class Job:
     """The claim on its pages, where they are claimed only when they are of use."""
     cached: int = 0  # tokens of the prompt that this engine had already
     found: dict[str, int] = attrs.Factory(dict)
-    """Those tokens by place, with --host-pages."""
+    """Tokens that decode keeps, by place, with --host-pages."""
     verdicts: dict[int, dict[str, Any]] = attrs.Factory(dict)
     """The word "arrived" or "lost" of each rank's fetch."""
     pages_free: set[int] = attrs.Factory(set)
@@ -81,7 +81,7 @@ class Job:
     dropped: bool = False
     """Whether it was given up while it was fetched."""
     gave_way: int = 0
-    """How often it lost its pages while it was decoded."""
+    """The number of times that it lost its pages while it was decoded."""
 
 
 class DecodeProcess(EngineProcess):

@@ -170,7 +170,7 @@ class EncodeProcess:
 
 
 def address(folder: Path) -> str:
-    """Where the encoder engine of a folder listens: `rank_address` derives that of each rank."""
+    """The address of the encoder engine of a folder: `rank_address` derives that of each rank."""
     return f"ipc://{folder}/{NAME}-kv"
 
 

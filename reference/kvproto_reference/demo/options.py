@@ -63,7 +63,7 @@ class EngineOptions:
     dtype: str
     layout: Layout
     replica: int
-    """Which data-parallel replica this is; with DP attention, the first of this engine."""
+    """The number of this data-parallel replica; with DP attention, of the first of this engine."""
     pages: int
     page_size: int
     window_pages: int | None
@@ -85,13 +85,13 @@ class EngineOptions:
     pull: bool = False
     """Whether decode reads the pages, instead of prefill writing them."""
     spread: Spread = "even"
-    """Which ranks of prefill send what several have, as `kvproto.Options` says."""
+    """The rule for ranks of prefill that have the same, as `kvproto.Options` has it."""
     cold_draft: str | None = None
-    """How decode begins a draft whose cache prefill lacks: a name of COLD; None: it refuses such a prefill."""
+    """The beginning of a draft whose cache prefill lacks: a name of COLD; None: decode refuses such a prefill."""
     host_pages: int = 0
     """Pages that stay on the host after their requests; 0: none, and no storage."""
     storage: str | None = None
-    """Where pages go from the host, as `kvproto.Tiers` takes it; None: nowhere."""
+    """The place to which pages go from the host, as `kvproto.Tiers` takes it; None: nowhere."""
     max_logprobs: int | None = None
     """The most likeliest tokens whose log probabilities a request may ask for; None: it may ask for none."""
     intent: bool = False
@@ -103,7 +103,7 @@ class EngineOptions:
     framework: str = "torch"
     """A key of FRAMEWORKS."""
     back_end: str = "torch"
-    """What computes attention in torch: one of KERNELS."""
+    """The back end of attention in torch: one of KERNELS."""
     captured: bool = False
     """Whether decode's steps of one token are CUDA graphs."""
     images: bool = False
@@ -367,7 +367,7 @@ def _address(args: argparse.Namespace) -> str:
 
 
 def _seeds(args: argparse.Namespace) -> dict[tuple[str, int], Seed]:
-    """Where decode finds its sources, from the file of --seeds or from the other options."""
+    """The sources of decode, from the file of --seeds or from the other options."""
     if args.seeds is not None:
         found = read_sources(args.seeds, args.insecure)
         if not found:
@@ -378,7 +378,7 @@ def _seeds(args: argparse.Namespace) -> dict[tuple[str, int], Seed]:
 
 
 def unknown_hosts(seeds: Mapping[tuple[str, int], Seed]) -> dict[str, str]:
-    """Why this machine cannot resolve the host of an address, for each such one; it may when they are dialled."""
+    """Hosts that this machine cannot resolve, each with the reason; it may when they are dialled."""
     found = {}
     for address in {seed.address for seed in seeds.values() if seed.address.startswith("tcp://")}:
         try:
@@ -558,7 +558,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def rank_address(address: str, replica: int, rank: int) -> str:
-    """Where a rank of a prefill replica listens: an ipc address with both appended, or a TCP port further on."""
+    """The address of a rank of a prefill replica: an ipc address with both appended, or a TCP port further on."""
     if address.startswith("tcp://"):
         host, _, port = address.rpartition(":")
         if not port.isdigit() or not 0 < (moved := int(port) + PORTS * replica + rank) < 65536:

@@ -32,7 +32,7 @@ from .rows import ImageRows
 
 
 class EngineProcess:
-    """What the processes of prefill and decode have in common.
+    """The common half of the processes of prefill and decode.
 
     A word is a JSON object with an "op". All processes of a replica hear each word of the router or of a rank, in the
     same order, and handle it in the method `on_OP(rank, word)`; words with "all" are heard by every replica of the
@@ -65,7 +65,7 @@ class EngineProcess:
         self.pools: Mapping[int, Pool] = hosted.pools
         self.target, self.draft, self._elsewhere = hosted.target, hosted.draft, hosted.elsewhere
         self.shards = hosted.shards
-        """Which tokens of a sequence each model's pool stores."""
+        """The tokens of a sequence that each model's pool stores."""
         names = (TARGET, DRAFT)[: len(folders)]
         self.pages = {name: PageAllocator(options.pages, options.seed + i) for i, name in enumerate(names)}
         self._window = needed(configs[0], options.page_size, max(options.chunk, options.speculate + 1))
@@ -75,7 +75,7 @@ class EngineProcess:
         self.status: int | None = None
         """The exit status, as soon as this replica is to end."""
         self._ended: dict[int, int] = {}
-        """Those of all replicas that are to end, if there are several."""
+        """Replicas that are to end, if there are several."""
         self.said: Said = []
         """Words to the other processes that do not come from kvproto's events."""
         self.draining = False
@@ -103,7 +103,7 @@ class EngineProcess:
             )
             self._elsewhere = None  # the pool stays where it is
         self.rows: ImageRows | None = None
-        """What fetches rows of images, on a prefill with an encoder."""
+        """The fetches of rows of images, on a prefill with an encoder."""
         self._lockstep = Lockstep(world)
         self._control: Control | None = None
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -228,7 +228,7 @@ class EngineProcess:
             self.said.append({"op": "overtime"})
 
     def next_timer(self) -> float | None:
-        """When `on_time` has something to do, by time.monotonic; None: nothing is planned."""
+        """The time at which `on_time` has something to do, by time.monotonic; None: nothing is planned."""
         timers = [self._drain_until]
         timers += [self.kept.next_timer()] if self.kept is not None else []
         timers += [self.rows.lines.next_timer()] if self.rows is not None else []

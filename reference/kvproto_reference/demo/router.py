@@ -49,7 +49,7 @@ class Request:
     """The prefill and the decode engine of this try."""
     tries: int = 0
     lost: list[str] = attrs.Factory(list)
-    """Why each earlier try failed."""
+    """The reason why each earlier try failed."""
     tokens: list[int] = attrs.Factory(list)
     logprobs: list[list[tuple[int, float]]] = attrs.Factory(list)
     """Of each token, as `engine.logprobs` has them, if the prompt's sampling asks for them."""
@@ -72,7 +72,7 @@ class Request:
     stats: dict[str, Any] | None = None
     error: str | None = None
     at: dict[str, float] = attrs.Factory(dict)
-    """When this try was asked, and when the last word of each op came, by time.monotonic."""
+    """Times at which this try was asked, and the last word of each op came, by time.monotonic."""
 
     @property
     def over(self) -> bool:
@@ -92,7 +92,7 @@ class Request:
 
 
 def _number(name: str) -> int:
-    """Which replica an engine is, by its name."""
+    """The replica that an engine is, by its name."""
     return int(name.rpartition("-")[2])
 
 
@@ -106,7 +106,7 @@ class _Engine:
     sources: frozenset[int] = frozenset()
     """For decode, the prefill replicas that answer it."""
     said: str = "does not run: nothing listens at {path}"
-    """Why it is not ready."""
+    """The reason why it is not ready."""
 
 
 class Router:
@@ -137,11 +137,11 @@ class Router:
         self._prefill_name, self._processes, self._note = prefill_name, engines, note
         self.requests: list[Request] = []
         self.plans: dict[int, dict[str, Any]] = {}
-        """What each decode replica says of its plan with a prefill replica; all of these are alike."""
+        """The plan of each decode replica with a prefill replica, in its words; all of these are alike."""
         self.settled: dict[tuple[str, int], dict[str, Any]] = {}
         """The last "settled" word by engine and rank: how many requests have left pages that are stored now."""
         self._told = time.monotonic()
-        """When an engine last said something about a request, by time.monotonic."""
+        """The time at which an engine last said something about a request, by time.monotonic."""
 
     @property
     def plan(self) -> dict[str, Any]:

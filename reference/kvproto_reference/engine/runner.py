@@ -270,7 +270,7 @@ class Elsewhere(Runner):
 
 
 def seen_in(chunks: Sequence[Chunk], own: npt.NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor] | None:
-    """Which tokens of a step stand for rows of images [n], and these rows [n, hidden]; None if none does.
+    """Tokens of a step that stand for rows of images [n], and these rows [n, hidden]; None if none does.
 
     With `own`, the ascending tokens of the step that this rank computes, those are counted and no others.
     """
