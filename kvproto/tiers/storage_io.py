@@ -23,9 +23,17 @@ class StorageIO:
     """A page store, and the threads that read and write it. While a call hangs, storage is not used."""
 
     def __init__(
-        self, pages: PageStore, threads: int, most: int, limit: float, others: RelayoutReader | None = None
+        self,
+        pages: PageStore,
+        threads: int = 4,
+        most: int = 1024,
+        limit: float = 10.0,
+        others: RelayoutReader | None = None,
     ) -> None:
-        """At most `most` pages may be on their way; a call hangs if it takes more than `limit` seconds."""
+        """At most `most` pages may be on their way, and further ones are not stored; `others` has what `pages` lacks.
+
+        Storage hangs if a call takes more than `limit` seconds: until it returns, nothing waits for storage or uses it.
+        """
         self.pages, self.limit, self.others = pages, limit, others
         self.workers = Workers(threads, limit, most)
         if others:

@@ -16,7 +16,7 @@ from kvproto.rank.pool import Pool
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.page_ids import Chain, namespace
 from kvproto.tiers.store import BatchStore, Store
-from kvproto.tiers.tiers import chain_of, tier_parts
+from kvproto.tiers.tiers import tier_parts
 from kvproto.tiers.workers import Workers
 
 BATCH = 32
@@ -63,7 +63,7 @@ class StoredPages:
 
     def chain(self, tokens: npt.ArrayLike) -> Chain:
         """The ids of the pages that hold these token ids, [tokens]; `Chain.extend` adds tokens."""
-        return chain_of(self.space, self.layout.page, tokens)
+        return Chain(self.space, self.layout.page, tokens)
 
     def count(self, chain: Chain, first: int, last: int) -> int:
         """How many pages of [first, last) there are, from the first on, in our layout and then in others."""
