@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
+from kvproto.closing import Closing
 from kvproto.errors import KvprotoError, LocalError, RemoteError, bad
 from kvproto.transport.base import no_handle
 from kvproto.transport.nixl.binding import Descriptors, Nixl
@@ -369,7 +370,7 @@ def _unreachable(path: str, reason: str, advice: str) -> RemoteError:
 # the agent
 
 
-class Agent:
+class Agent(Closing):
     """A rank's NIXL agent, to be closed; if `eager`, callers advance it. Raises NO_TRANSPORT, TRANSPORT_FAILED."""
 
     _transfers: Transfers
@@ -401,12 +402,6 @@ class Agent:
         except BaseException:
             os.close(self._eventfd)
             raise
-
-    def __enter__(self) -> Agent:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def register(self, memory: ByteRange | Any, slot_bytes: int = 0) -> Registered:
         """Register memory, in slots of `slot_bytes` if set; raises OUT_OF_RANGE without a slot, TRANSPORT_FAILED."""
