@@ -31,7 +31,7 @@ import numpy as np
 
 from kvproto.closing import Closing
 from kvproto.errors import KvprotoError, LocalError, RemoteError, bad
-from kvproto.transport.base import no_handle
+from kvproto.transport.base import handle_of
 from kvproto.transport.nixl.binding import Descriptors, Nixl
 from kvproto.transport.nixl.handle import ByteRange, HandleContents
 from kvproto.transport.process import boot_id
@@ -419,9 +419,7 @@ class Agent(Closing):
 
     def connect(self, region: Region, path: str) -> Peer:
         """Make a peer's region writable from here; raises NO_TRANSPORT or TRANSPORT_FAILED."""
-        handle = next((h for h in region.handles if h.transport == TransportCode.NIXL), None)
-        if handle is None:
-            raise no_handle(path, TransportCode.NIXL)
+        handle = handle_of(region, path, TransportCode.NIXL)
         try:
             contents = HandleContents.decode(bytes(handle.data))
             if contents.name == self.name:
