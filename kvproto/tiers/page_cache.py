@@ -134,11 +134,9 @@ class PageCache(HostCache):
         return reservation
 
     def step(self) -> None:
-        """Start all copies that wait, as one program to the host and one from it; then see to storage and listeners."""
-        self.settle()
-        self._back_up()
+        """Start all copies that wait, as one program to the host and one from it; see to storage and listeners."""
+        super().step()
         self._load()
-        self._collect_stored()
         self._notify()
 
     def _queue_backup(self, chain: Chain, length: int) -> None:
