@@ -83,8 +83,7 @@ class Finder(Closing):
             assert head is not None
             key = space or bytes(head.namespace), head.page
             if key not in chains:
-                chains[key] = Chain(*key)
-                chains[key].extend(tokens)
+                chains[key] = Chain(*key, tokens)
             ids = enumerate(chains[key].ids(KeyForm(head.form)), 1)
             return {0: int(Tier.DEVICE)} | {n * head.page: known.pages[id] for n, id in ids if id in known.pages}
 
