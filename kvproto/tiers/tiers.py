@@ -47,8 +47,8 @@ class Tiers(PageCache):
         for a page that cuts rows, and OSError.
         """
         reach = {pool.group(name).id: tokens for name, tokens in (windows or {}).items()}
-        copies, pages, others = tier_parts(pool, page, host, storage, most, ahead, reach, stream, durable)
-        super().__init__(copies, StorageIO(pages, others=others) if pages else None, policy)
+        copies, pages = tier_parts(pool, page, host, storage, most, ahead, reach, stream, durable)
+        super().__init__(copies, StorageIO(pages) if pages else None, policy)
         self.space = namespace(names)
 
     def chain(self, tokens: npt.ArrayLike) -> Chain:
@@ -78,8 +78,8 @@ class HostTiers(HostCache):
     ) -> None:
         """The host has room for one page at least; other arguments, and what is raised, are as of `Tiers`."""
         host = max(host_bytes // sum(page_layout(pool.geometry, pool.rank, page).lengths.values()), 1)
-        copies, pages, others = tier_parts(pool, page, host, storage, most, ahead, {}, stream, durable)
-        super().__init__(copies, StorageIO(pages, others=others) if pages else None)
+        copies, pages = tier_parts(pool, page, host, storage, most, ahead, {}, stream, durable)
+        super().__init__(copies, StorageIO(pages) if pages else None)
         self._names = dict(names)
         self.space = namespace(names)
 
@@ -99,13 +99,13 @@ def tier_parts(
     reach: Mapping[int, int],
     stream: int,
     durable: bool,
-) -> tuple[HostCopies, PageStore | None, RelayoutReader | None]:
-    """The copies between a pool and the host, a page store, and a reader of other layouts; arguments as of `Tiers`."""
+) -> tuple[HostCopies, PageStore | None]:
+    """The copies between a pool and the host, and a page store that knows other layouts; arguments as of `Tiers`."""
     layout = page_layout(pool.geometry, pool.rank, page, [pool.group(name).id for name in ahead], reach)
-    page_store, others = None, None
+    page_store = None
     if storage is not None:
         store = open_store(storage, durable)
         page_store = PageStore(store, layout, most * 9 // 10, most, scan=False)
-        others = RelayoutReader(store, pool.geometry, pool.rank, layout)
+        page_store.others = RelayoutReader(store, pool.geometry, pool.rank, layout)
     copies = HostCopies(layout, pool.layout, pool.memories, host, pager(pool.memories, stream))
-    return copies, page_store, others
+    return copies, page_store
