@@ -4,11 +4,12 @@ import secrets
 import threading
 import time
 from collections.abc import Collection, Mapping
-from typing import Any, Self
+from typing import Any
 
 import attrs
 import numpy.typing as npt
 
+from kvproto.closing import Closing
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.net import RECEIVE_TIME, Dialer, Seed
 from kvproto.options import Options
@@ -42,7 +43,7 @@ class Held:
     """Pages of any prompt that its ranks have announced."""
 
 
-class Finder:
+class Finder(Closing):
     """Watches source engines, and finds the engines that hold the longest prefix of a prompt."""
 
     def __init__(
@@ -82,8 +83,7 @@ class Finder:
             assert head is not None
             key = space or bytes(head.namespace), head.page
             if key not in chains:
-                chains[key] = Chain(*key)
-                chains[key].extend(tokens)
+                chains[key] = Chain(*key, tokens)
             ids = enumerate(chains[key].ids(KeyForm(head.form)), 1)
             return {0: int(Tier.DEVICE)} | {n * head.page: known.pages[id] for n, id in ids if id in known.pages}
 
@@ -137,12 +137,6 @@ class Finder:
     def close(self) -> None:
         """Say Goodbye to all engines."""
         self._driver.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _deliver(self, event: Any) -> None:
         with self._changed:

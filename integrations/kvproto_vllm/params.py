@@ -80,7 +80,7 @@ def answer(ticket: Ticket) -> dict[str, Any]:
 
 
 def prompt_of(request: Any, only: bool = False) -> Prompt:
-    """The prompt that both engines compute: tokens, LoRA adapter, and digests of images; raises LocalError for embeddings.
+    """The prompt of both engines: tokens, LoRA adapter, and digests of images; raises LocalError for embeddings.
 
     `only`: and for a request that is decoded on, whose window leaves blocks, and whose states change, before they are
     read.

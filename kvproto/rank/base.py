@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import starmap
 from types import NoneType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
+from kvproto.closing import Closing
 from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole, wrong_type
 from kvproto.events import Event, PoolFree
 from kvproto.observability.counts import Counts, MetricSample, sample
@@ -96,7 +97,7 @@ class RankNode(Node, Protocol):
         """End what is under way with this error, and ask for the pool back."""
 
 
-class EngineRank:
+class EngineRank(Closing):
     """A Source or a Sink: one rank's node, the driver that gives it turns, and a pool that may be taken back.
 
     Engines lend their memory to something else for a while, such as a trainer between rollouts: `sleep` and `wake_up`
@@ -246,12 +247,6 @@ class EngineRank:
     def _check_draining(self) -> None:
         if self._draining:
             raise LocalError(ErrorCode.DRAINING, self._who, "no new request while draining", "one", "send it elsewhere")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _wait(self, ended: threading.Event, timeout: float | None) -> None:
         self._driver.check()

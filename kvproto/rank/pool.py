@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvproto.closing import Closing
 from kvproto.copying.columns import Place, columns_at, overlapping
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError, check_type, type_name
@@ -29,7 +30,7 @@ _ALIGN = 256
 """Each column of a pool without gaps begins at a multiple of so many bytes."""
 
 
-class Pool:
+class Pool(Closing):
     """One rank's cache, in tensors of the engine or in memory that `allocate` makes.
 
     A pool serves one Source at a time, alongside Sinks. The engine keeps its tensors, and must not move them until all
@@ -212,12 +213,6 @@ class Pool:
                 gc.collect()  # frames of an error that was handled may still use it, in a reference cycle
                 memory.close()
             self._closed = True
-
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _use(self, user: str) -> None:
         """Add a user, such as "Source prefill rank 0"; raises LocalError if it must not use the pool."""

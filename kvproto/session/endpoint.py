@@ -94,6 +94,11 @@ class Endpoint:
         self.timers.run(now)
         self._after(now)
 
+    def returned(self, conn: Hashable, now: float) -> None:
+        """Note that a connection to a source broke and came back, perhaps to another run of it."""
+        if (session := self.sessions.get(str(conn))) is not None:
+            session.returned(now)
+
     def census(self) -> Counters:
         """Count the peers of its sessions now, and the requests that were sent again so far."""
         peers = [session for session in self.sessions.values() if session.open and session.known]

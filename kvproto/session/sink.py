@@ -116,6 +116,11 @@ class SinkSession(Session):
             limits=LIMITS,
         )
 
+    def returned(self, now: float) -> None:
+        """Send Ping, as the source may be another run since its connection came back (KVP-SES-BACK)."""
+        if self.open and self.has(PingPart):
+            self.part(PingPart).ask(now)
+
     def resume(self, now: float) -> bool:
         """Ask the source to go on with this session, once at a time (KVP-SES-RESUME)."""
         if self._peer is not None and not self.asks(self._hello):

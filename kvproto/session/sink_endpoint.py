@@ -22,7 +22,6 @@ from kvproto.session.describing import Describing
 from kvproto.session.descriptions import Party, Stated
 from kvproto.session.endpoint import Endpoint, EndpointCalls
 from kvproto.session.intent import useful
-from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull
 from kvproto.session.push import SinkPush, Unpacker, check_outcome
 from kvproto.session.records import SinkAttempt, SinkTransfer
@@ -180,12 +179,6 @@ class SinkEndpoint(Endpoint):
         self.forgotten = self.forgotten or session.forgotten
         self._note_suspects()
         self._changed |= self.transfers
-
-    def returned(self, conn: Hashable, now: float) -> None:
-        """Send Ping on a connection that broke and came back, perhaps to another run of the source (KVP-SES-BACK)."""
-        session = self.sessions.get(str(conn))
-        if session is not None and session.open and session.has(PingPart):
-            session.part(PingPart).ask(now)
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
         """Take one frame from the source rank at this address."""

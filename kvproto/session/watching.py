@@ -12,7 +12,6 @@ from kvproto.session.core import Session
 from kvproto.session.descriptions import Party
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.negotiation import Terms
-from kvproto.session.ping import PingPart
 from kvproto.session.sink import SinkSession
 from kvproto.wire import decode
 from kvproto.wire.enums import Feature
@@ -21,8 +20,8 @@ from kvproto.wire.enums import Feature
 class WatchSession(SinkSession):
     """The sink's side of a rank pair with no feature but CATALOGUE."""
 
-    def __init__(self, host: "WatchEndpoint", address: str, replica: tuple[str, int] | None) -> None:
-        super().__init__(host, address, (Feature.CATALOGUE,), (), replica)
+    def __init__(self, host: "WatchEndpoint", address: str) -> None:
+        super().__init__(host, address, (Feature.CATALOGUE,), ())
         self._terms, self._watcher = Terms((Feature.CATALOGUE,), (Feature.CATALOGUE,)), host
 
     def begin(self, now: float) -> None:
@@ -33,13 +32,13 @@ class WatchSession(SinkSession):
 class WatchEndpoint(Endpoint):
     """All sessions of one watcher with one source replica; connections are the source's addresses."""
 
-    def __init__(self, me: Party, seed: str, replica: tuple[str, int] | None = None) -> None:
-        """`seed` is the address of any source rank; `replica` the engine and replica that must answer (None: any)."""
+    def __init__(self, me: Party, seed: str) -> None:
+        """`seed` is the address of any source rank."""
         super().__init__(me)
         self.sessions: dict[str, WatchSession] = {}
         self.refused: KvprotoError | None = None
         """The last refusal of a session; None once one was opened."""
-        self._seed, self._replica = seed, replica
+        self._seed = seed
         self._ranks: set[str] = {seed}
         """The addresses of the ranks, by the last Welcome."""
         self._lost: list[str] = []
@@ -51,7 +50,7 @@ class WatchEndpoint(Endpoint):
 
     def _greet(self, address: str, now: float) -> None:
         if address not in self.sessions and address in self._ranks:
-            self.sessions[address] = WatchSession(self, address, self._replica)
+            self.sessions[address] = WatchSession(self, address)
             self.sessions[address].hello(now)
 
     def welcomed(self, session: WatchSession, now: float) -> None:
@@ -88,12 +87,6 @@ class WatchEndpoint(Endpoint):
         except RemoteError as error:
             self._report(conn, session, frame, message, error)
         self._after(now)
-
-    def returned(self, conn: Hashable, now: float) -> None:
-        """Send Ping on a connection that broke and came back, perhaps to another run of the source (KVP-SES-BACK)."""
-        session = self.sessions.get(str(conn))
-        if session is not None and session.open and session.has(PingPart):
-            session.part(PingPart).ask(now)
 
     def report(self, event: Event | Listed) -> None:
         """Queue an event for the watcher."""

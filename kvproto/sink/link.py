@@ -473,9 +473,10 @@ class RegisteredPools:
     def holders(self, lent: LentSinkPool) -> list[str]:
         """Parties that may still read or write a pool, for display."""
         holders: list[str] = []
-        for registered in [pool for pool in self._all() if pool.lent is lent]:
-            holders += self._endpoint.holders(registered.exposed)
-            holders += ["checksums under way"] * self._context.verification.reads(registered)
+        for registered in (*self._former, self.current):
+            if registered is not None and registered.lent is lent:
+                holders += self._endpoint.holders(registered.exposed)
+                holders += ["checksums under way"] * self._context.verification.reads(registered)
         return holders
 
     def release(self) -> None:
@@ -498,9 +499,6 @@ class RegisteredPools:
         if self.current is not None and self.current.unpacking:
             return True
         return bool(self._former) and any(former.unpacking for former in self._former)
-
-    def _all(self) -> list[RegisteredPool]:
-        return [*self._former, *([] if self.current is None else [self.current])]
 
 
 def _check_accepted(fetch: Fetch, now: float) -> None:

@@ -94,12 +94,10 @@ class Send:
             return OVER
         return None if self.request.over is None else _LATE
 
-    def take_grants(self) -> bool:
-        """Note what the sink grants now; whether that is more than before, so that there is something to decide."""
-        if self.granted is self.attempt.granted:
-            return False
-        self.granted, self.seen, self.lowered = self.attempt.granted, 0, None
-        return True
+    def take_grants(self) -> None:
+        """Note what the sink grants now; if that is more than before, there is something to decide."""
+        if self.granted is not self.attempt.granted:
+            self.granted, self.seen, self.lowered = self.attempt.granted, 0, None
 
 
 @attrs.frozen

@@ -12,14 +12,17 @@ from itertools import takewhile
 import attrs
 
 from kvproto.errors import KvprotoError
+from kvproto.observability.counts import MetricSample, sample
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.index import Hit, Index, Reservation
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.page_ids import Chain
-from kvproto.tiers.page_store import PageStore
-from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.storage_io import StorageIO, StorageRead
 from kvproto.transport.base import Paging
+
+_OF_STORAGE = "missed", "damaged", "evicted"
+_PAGES = "device", "host", "new", "fetched", "stored", "not_kept", "not_stored", *_OF_STORAGE
+"""Label values of `kvproto_tier_pages_total`."""
 
 
 @attrs.define(eq=False)
@@ -40,23 +43,11 @@ class HostBackup:
 class HostCache:
     """The pages of one rank in host memory and in a page store, for an engine that owns the pages of its pool."""
 
-    def __init__(
-        self,
-        copies: HostCopies,
-        page_store: PageStore | None = None,
-        threads: int = 4,
-        most: int = 1024,
-        limit: float = 10.0,
-        others: RelayoutReader | None = None,
-    ) -> None:
-        """`threads` threads read and write storage, with at most `most` pages under way; further pages are not stored.
-
-        Storage hangs if a call takes more than `limit` seconds: until it returns, nothing waits for storage or uses it.
-        Pages that the page store lacks are read from `others`.
-        """
-        self.copies, self.page_store = copies, page_store
-        self.io = StorageIO(page_store, threads, most, limit, others) if page_store else None
+    def __init__(self, copies: HostCopies, io: StorageIO | None = None) -> None:
+        self.copies, self.io, self.page_store = copies, io, io.pages if io else None
         self.host = Index(copies.layout, copies.slots)
+        self.indexes = {"host": self.host}
+        """The pages of each tier, by its name in metrics."""
         self.counts: Counter[str] = Counter()
         """Pages that requests found on the `device`, on the `host`, and not at all (`new`); pages `fetched` from
         storage and `stored`; pages `not kept` and `not stored` for want of room; and copies that `failed`."""
@@ -147,6 +138,27 @@ class HostCache:
         self._collect_stored()
         if not (self.io and self.io.busy):  # a write that hangs still reads that memory
             self.copies.close()
+
+    def metrics(self, engine: str) -> list[MetricSample]:
+        """The metrics of tiers (spec/v1/metrics.md), for `Collector(lambda: tiers.metrics("prefill"))`; thread-safe."""
+        geometry, rank = self.copies.pool.geometry, self.copies.pool.rank
+        base = {"engine": engine, "replica": str(geometry.replica), "rank": str(rank), "role": "tiers"}
+        names = {group.id: group.name for group in geometry.groups}
+        pages, stored = dict(self.counts), dict(self.page_store.counts) if self.page_store else {}
+        counts = pages | {what: stored.get(what, 0) for what in _OF_STORAGE}
+        samples = [
+            sample(base, "kvproto_tier_pages_total", (what,), counts.get(what.replace("_", " "), 0)) for what in _PAGES
+        ]
+        for what, count in (("copy", pages.get("failed", 0)), ("storage", stored.get("failed", 0))):
+            samples.append(sample(base, "kvproto_tier_failures_total", (what,), count))
+        for (way, group), moved in dict(self.moved).items():
+            samples.append(sample(base, "kvproto_tier_bytes_total", (way, names[group]), moved))
+        for tier, index in self.indexes.items():
+            for state, count in index.slots.counts().items():
+                samples.append(sample(base, "kvproto_tier_slots", (tier, state.name.lower()), count))
+            for group, count in index.page_counts().items():
+                samples.append(sample(base, "kvproto_tier_held_pages", (tier, names[group]), count))
+        return samples
 
     def _put_on_host(self, chain: Chain, first: int, pages: Sequence[Mapping[int, Data]]) -> int:
         """Put pages of a prompt, from `first` on, on the host; returns how many were not there before."""

@@ -29,7 +29,7 @@ class HostCopies:
 
     def __init__(self, layout: PageLayout, pool: RankLayout, regions: Regions, slots: int, pager: Pager) -> None:
         """`regions` are the pool's memory, by region id; raises LocalError for pages that are not whole items."""
-        self.layout, self.pager, self._regions = layout, pager, regions
+        self.layout, self.pool, self.pager, self._regions = layout, pool, pager, regions
         lengths = layout.lengths
         states = {group for group in lengths if KINDS[pool.groups[group].kind].is_state}
         pool = _states_as_pages(pool, states)

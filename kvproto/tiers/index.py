@@ -11,11 +11,11 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import islice
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
+from kvproto.closing import Closing
 from kvproto.errors import U32, LocalError, bad, check_whole
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout, usable_lengths
@@ -344,21 +344,7 @@ class Index:
         return published
 
 
-class _SlotHolder:
-    """A holder of slots that returns them when it is closed, once."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Return the slots that are left."""
-        raise NotImplementedError
-
-
-class Hit(_SlotHolder):
+class Hit(Closing):
     """A prefix of a prompt, pinned until it is closed."""
 
     def __init__(self, index: Index, lengths: int, slots: Sequence[int]) -> None:
@@ -380,7 +366,7 @@ class Hit(_SlotHolder):
         self.cut(0)
 
 
-class Reservation(_SlotHolder):
+class Reservation(Closing):
     """Slots that one owner fills, and then publishes or returns."""
 
     def __init__(self, index: Index, slots: list[int]) -> None:

@@ -23,8 +23,7 @@ from kvproto.tiers.host_cache import HostBackup, HostCache
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.index import Hit, Index, Reservation
 from kvproto.tiers.page_ids import Chain
-from kvproto.tiers.page_store import PageStore
-from kvproto.tiers.relayout import RelayoutReader
+from kvproto.tiers.storage_io import StorageIO
 from kvproto.transport.base import Paging
 from kvproto.wire.enums import ErrorCode, LengthRule, Tier
 
@@ -55,20 +54,12 @@ class PageCache(HostCache):
     def __init__(
         self,
         copies: HostCopies,
-        page_store: PageStore | None = None,
+        io: StorageIO | None = None,
         policy: WritePolicy = WritePolicy.WRITE_THROUGH,
-        threads: int = 4,
-        most: int = 1024,
-        limit: float = 10.0,
-        others: RelayoutReader | None = None,
     ) -> None:
-        """`threads` threads read and write storage, with at most `most` pages under way; further pages are not stored.
-
-        Storage hangs if a call takes more than `limit` seconds: until it returns, nothing waits for storage or uses it.
-        Pages that the page store lacks are read from `others`.
-        """
-        super().__init__(copies, page_store, threads, most, limit, others)
+        super().__init__(copies, io)
         self.policy, self.device = policy, Index(copies.layout, copies.pages)
+        self.indexes = {"device": self.device, "host": self.host}
         self.device.on_evict = self._before_evict
         self._origins: dict[bytes, tuple[Chain, int]] = {}
         """The prompt and page number of each page on the device, by id."""
@@ -143,11 +134,9 @@ class PageCache(HostCache):
         return reservation
 
     def step(self) -> None:
-        """Start all copies that wait, as one program to the host and one from it; then see to storage and listeners."""
-        self.settle()
-        self._back_up()
+        """Start all copies that wait, as one program to the host and one from it; see to storage and listeners."""
+        super().step()
         self._load()
-        self._collect_stored()
         self._notify()
 
     def _queue_backup(self, chain: Chain, length: int) -> None:

@@ -23,7 +23,7 @@ def namespace(entries: Mapping[str, str]) -> bytes:
 class Chain:
     """The ids of a prompt's pages, 32 bytes each, for the tokens that are known so far."""
 
-    def __init__(self, space: bytes, page: int) -> None:
+    def __init__(self, space: bytes, page: int, tokens: npt.ArrayLike = ()) -> None:
         """`space` is the namespace, `page` the number of tokens in a page."""
         self.space, self.page = space, check_whole("page", page, 1, U32)
         self.own: list[bytes] = []
@@ -32,6 +32,7 @@ class Chain:
         """Ids of form AHEAD, one for each whole page that a known token follows."""
         self._rest = np.zeros(0, "<u8")
         self._tokens: list[npt.NDArray[np.uint64]] = []
+        self.extend(tokens)
 
     def extend(self, tokens: npt.ArrayLike) -> None:
         """Append the tokens that follow, whole numbers of 64 bits (KVP-TIER-ID)."""
@@ -47,9 +48,7 @@ class Chain:
 
     def with_page(self, page: int) -> "Chain":
         """The same prompt in pages of `page` tokens."""
-        chain = Chain(self.space, page)
-        chain.extend(np.concatenate([*self._tokens, self._rest[:0]]))
-        return chain
+        return Chain(self.space, page, np.concatenate(self._tokens))
 
     def ids(self, form: KeyForm) -> list[bytes]:
         """The ids of one form (KVP-TIER-AHEAD)."""

@@ -24,6 +24,7 @@ from kvproto.tiers.manifest import (
 )
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout
+from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.store import BatchStore, Store, get_manifest
 from kvproto.wire import encode_struct
 from kvproto.wire.messages import Component, Manifest
@@ -63,6 +64,8 @@ class PageStore:
         if not 0 <= low <= high:
             raise bad("low", f"within [0, {high}]", low)
         self.store, self.layout, self.low, self.high = store, layout, low, high
+        self.others: RelayoutReader | None = None
+        """The reader of pages that are there in other layouts alone, if there is one."""
         self.counts: Counter[str] = Counter()
         """Pages that were `written`, `read`, `missed`, `damaged` and `evicted`, and calls that `failed`."""
         self.bytes = 0

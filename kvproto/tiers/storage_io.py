@@ -11,7 +11,6 @@ from kvproto.tiers.index import Hit
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_store import BufferPool, PageBuffers, PageStore
-from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.store import BatchStore
 from kvproto.tiers.workers import Workers
 
@@ -22,14 +21,15 @@ _BATCH_BYTES = 64 << 20
 class StorageIO:
     """A page store, and the threads that read and write it. While a call hangs, storage is not used."""
 
-    def __init__(
-        self, pages: PageStore, threads: int, most: int, limit: float, others: RelayoutReader | None = None
-    ) -> None:
-        """At most `most` pages may be on their way; a call hangs if it takes more than `limit` seconds."""
-        self.pages, self.limit, self.others = pages, limit, others
+    def __init__(self, pages: PageStore, threads: int = 4, most: int = 1024, limit: float = 10.0) -> None:
+        """At most `most` pages may be on their way, and further ones are not stored.
+
+        Storage hangs if a call takes more than `limit` seconds: until it returns, nothing waits for storage or uses it.
+        """
+        self.pages, self.limit = pages, limit
         self.workers = Workers(threads, limit, most)
-        if others:
-            self.workers.submit(others.publish_geometry)
+        if pages.others:
+            self.workers.submit(pages.others.publish_geometry)
         self._scanning = Workers(1, inf, 1) if pages.high else None
         if self._scanning:
             self._scanning.submit(pages.scan)
@@ -136,7 +136,7 @@ class StorageRead:
                 self._buffers.append(buffers)
                 buffers = None
             self._left -= 1
-            others = None if self._left or self._stop == self._end else self._io.others
+            others = None if self._left or self._stop == self._end else self._io.pages.others
         if buffers is not None:  # nothing was read into them, or the read has ended
             self._io.buffers.give_back(buffers)
         if others:

@@ -16,7 +16,7 @@ from kvproto.rank.pool import Pool
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.page_ids import Chain, namespace
 from kvproto.tiers.store import BatchStore, Store
-from kvproto.tiers.tiers import chain_of, tier_parts
+from kvproto.tiers.tiers import tier_parts
 from kvproto.tiers.workers import Workers
 
 BATCH = 32
@@ -41,10 +41,10 @@ class StoredPages:
         threads: int = 4,
     ) -> None:
         """The arguments, and what is raised, are those of `Tiers`; so many threads read."""
-        copies, pages, others = tier_parts(pool, page, 2 * BATCH, storage, most, ahead, {}, 0, durable)
+        copies, pages = tier_parts(pool, page, 2 * BATCH, storage, most, ahead, {}, 0, durable)
         assert pages is not None
-        assert others is not None
-        self.copies, self.page_store, self._others = copies, pages, others
+        assert pages.others is not None
+        self.copies, self.page_store, self._others = copies, pages, pages.others
         self.layout, self.space, self._names = copies.layout, namespace(names), dict(names)
         self._workers = Workers(threads, float("inf"), 1 << 30)
         self._getting, self._putting, self._copying, self._cutting = Lock(), Lock(), Lock(), Lock()
@@ -55,7 +55,7 @@ class StoredPages:
         self._together = min(store.batch if isinstance(store, BatchStore) else 1, BATCH)
         if most:
             self._workers.submit(pages.scan)
-        others.publish_geometry()
+        self._others.publish_geometry()
 
     def space_of(self, more: Mapping[str, str]) -> bytes:
         """The namespace of requests that have these names, too, such as `salt`."""
@@ -63,7 +63,7 @@ class StoredPages:
 
     def chain(self, tokens: npt.ArrayLike) -> Chain:
         """The ids of the pages that hold these token ids, [tokens]; `Chain.extend` adds tokens."""
-        return chain_of(self.space, self.layout.page, tokens)
+        return Chain(self.space, self.layout.page, tokens)
 
     def count(self, chain: Chain, first: int, last: int) -> int:
         """Count the pages of [first, last) that there are, from the first on, in our layout and then in others."""

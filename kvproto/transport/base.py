@@ -358,10 +358,13 @@ class Provider(ABC):
         return [], []
 
 
-def no_handle(path: str, code: TransportCode) -> RemoteError:
-    """The refusal of a region that has no handle of a transport."""
+def handle_of(region: Region, path: str, code: TransportCode) -> Handle:
+    """The first handle of a transport; raises NO_TRANSPORT for a region without one."""
+    for handle in region.handles:
+        if handle.transport == code:
+            return handle
     advice = "use a transport that both sides have"
-    return RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.handles", code.name, "none", advice)
+    raise RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.handles", code.name, "none", advice)
 
 
 def _place(memory: Memory) -> str:

@@ -459,7 +459,7 @@ def test_a_decode_engine_keeps_no_states_that_it_never_had(
         names = {"weights.target": "hybrid", "rope.target": "none", "dtype.target": "float32"}
         windowed = {WINDOW: CONFIG.window.tokens if CONFIG.window else 0}
         shards, storage = [rank.shard], str(tmp_path)
-        return KeptPages(0, rank.pool, names, shards, World(), 8, storage, 0, windowed, rank.runner.states)
+        return KeptPages({0: rank.pool}, names, shards, World(), 8, storage, 0, windowed, rank.runner.states)
 
     def allocated(pages: KeptPages, sequence: TokenSequence) -> int:
         pages.begin("it", sequence, len(sequence.prompt) - 1)

@@ -16,6 +16,7 @@ from kvproto.tiers.page_cache import PageCache, PageLease, WritePolicy
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import page_layout
 from kvproto.tiers.page_store import PageStore
+from kvproto.tiers.storage_io import StorageIO
 from kvproto.transport.base import Paging, Regions
 from kvproto.transport.memory import allocate
 from kvproto.transport.shm.transport import HostPager
@@ -54,7 +55,7 @@ class Engine:
         pager: Callable[[], Failing] = Failing,
         **more: Any,
     ) -> None:
-        """`reach`: tokens that the draft attends to, PAGE; 0: all. `more` is for the cache."""
+        """`reach`: tokens that the draft attends to, PAGE; 0: all. `more` is for `StorageIO`."""
         target = Group.gqa("target", 3, kv_heads=2, head_dim=3, page=2 // dcp)
         groups = [target.sharded() if dcp > 1 else target]
         if draft:
@@ -67,7 +68,8 @@ class Engine:
         self.layout = page_layout(self.geometry, dcp - 1, PAGE, [1] if draft else [], {1: reach} if reach else None)
         self.pager = pager()
         copies = HostCopies(self.layout, self.side, {0: self.memory}, slots, self.pager)
-        self.cache = PageCache(copies, PageStore(store, self.layout) if store else None, policy, **more)  # type: ignore[arg-type]
+        io = StorageIO(PageStore(store, self.layout), **more) if store else None  # type: ignore[arg-type]
+        self.cache = PageCache(copies, io, policy)
 
     def chain(self, *tokens: int) -> Chain:
         made = Chain(bytes(32), PAGE)

@@ -26,6 +26,7 @@ from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout, page_layout
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader, geometry_key
+from kvproto.tiers.storage_io import StorageIO
 from kvproto.transport.memory import allocate
 from kvproto.transport.shm.transport import HostPager
 from tests.tiers.schedules import Memory
@@ -264,7 +265,8 @@ def test_a_cache_takes_what_it_lacks_from_others(tmp_path: Path) -> None:
     columns, length = columns_without_gaps(reader, 1, {group.id: 32 for group in reader.groups}, heads_first=True)
     for threads in (1, 4):
         copies = HostCopies(layout, RankLayout(reader, 1, columns), {0: allocate(length)}, 8, HostPager())
-        cache = PageCache(copies, page_store, threads=threads, others=RelayoutReader(store, reader, 1, layout))
+        page_store.others = RelayoutReader(store, reader, 1, layout)
+        cache = PageCache(copies, StorageIO(page_store, threads=threads))
         fetch = cache.fetch(chain(8), float("inf"))
         while not fetch.over(0.0):
             continue

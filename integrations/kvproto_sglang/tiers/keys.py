@@ -59,8 +59,7 @@ class PageKeys:
                 break
             with self._lock:
                 previous = self._hashed.get(before)
-                chain = Chain(before if previous is None else previous.own, self.page)
-                chain.extend(own)
+                chain = Chain(before if previous is None else previous.own, self.page, own)
                 (key,) = chain.ahead if ahead else chain.own
                 self._hashed[key] = _Hashed(before, chain.own[0], own.copy())
                 self._hashed.move_to_end(key)

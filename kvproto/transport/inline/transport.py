@@ -176,8 +176,7 @@ class InlineTransport(base.Transport):
         link = InlineLink()
 
         def connect(region: Region, path: str) -> PeerPages:
-            if all(handle.transport != TransportCode.INLINE for handle in region.handles):
-                raise base.no_handle(path, TransportCode.INLINE)
+            base.handle_of(region, path, TransportCode.INLINE)
             return PeerPages(path, link)
 
         connection = base.connect_each(regions, used, connect)

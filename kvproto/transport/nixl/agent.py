@@ -29,8 +29,9 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
+from kvproto.closing import Closing
 from kvproto.errors import KvprotoError, LocalError, RemoteError, bad
-from kvproto.transport.base import no_handle
+from kvproto.transport.base import handle_of
 from kvproto.transport.nixl.binding import Descriptors, Nixl
 from kvproto.transport.nixl.handle import ByteRange, HandleContents
 from kvproto.transport.process import boot_id
@@ -369,7 +370,7 @@ def _unreachable(path: str, reason: str, advice: str) -> RemoteError:
 # the agent
 
 
-class Agent:
+class Agent(Closing):
     """A rank's NIXL agent, to be closed; if `eager`, callers advance it. Raises NO_TRANSPORT, TRANSPORT_FAILED."""
 
     _transfers: Transfers
@@ -402,12 +403,6 @@ class Agent:
             os.close(self._eventfd)
             raise
 
-    def __enter__(self) -> Agent:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def register(self, memory: ByteRange | Any, slot_bytes: int = 0) -> Registered:
         """Register memory, in slots of `slot_bytes` if set; raises OUT_OF_RANGE without a slot, TRANSPORT_FAILED."""
         bytes_ = memory if isinstance(memory, ByteRange) else ByteRange.of(memory)
@@ -424,9 +419,7 @@ class Agent:
 
     def connect(self, region: Region, path: str) -> Peer:
         """Make a peer's region writable from here; raises NO_TRANSPORT or TRANSPORT_FAILED."""
-        handle = next((h for h in region.handles if h.transport == TransportCode.NIXL), None)
-        if handle is None:
-            raise no_handle(path, TransportCode.NIXL)
+        handle = handle_of(region, path, TransportCode.NIXL)
         try:
             contents = HandleContents.decode(bytes(handle.data))
             if contents.name == self.name:

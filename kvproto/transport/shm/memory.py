@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 
 from kvproto.errors import LocalError, RemoteError
-from kvproto.transport.base import no_handle
+from kvproto.transport.base import handle_of
 from kvproto.transport.process import boot_id
 from kvproto.transport.tensors import CPU
 from kvproto.wire.enums import ErrorCode, MemoryKind
@@ -146,9 +146,7 @@ def owner_of(address: int, length: int) -> SharedMemory | None:
 
 def connect(region: Region, path: str) -> SharedMapping:
     """Map a peer's region; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED, at `path`."""
-    handle = _handle_of(region)
-    if handle is None:
-        raise no_handle(path, TransportCode.SHM)
+    handle = handle_of(region, path, TransportCode.SHM)
     if region.boot != boot_id():
         theirs = bytes(region.boot or b"").hex() or "none"
         advice = "SHM reaches memory of the same host only: use a transport between hosts"
@@ -187,16 +185,12 @@ def owning_process(regions: Iterable[Region]) -> int | None:
     """The PID that the handles of these regions name; None unless all name the same, and are of this host."""
     owners: set[int | None] = set()
     for region in regions:
-        handle = _handle_of(region) if region.boot == boot_id() else None
-        owners.add(None if handle is None else _fields(handle, "")[0])
+        handles = [handle for handle in region.handles if handle.transport == TransportCode.SHM]
+        owners.add(_fields(handles[0], "")[0] if handles and region.boot == boot_id() else None)
     return owners.pop() if len(owners) == 1 else None
 
 
 _SEND_AGAIN = "send the handle of memory that is still there"
-
-
-def _handle_of(region: Region) -> Handle | None:
-    return next((handle for handle in region.handles if handle.transport == TransportCode.SHM), None)
 
 
 def _fields(handle: Handle, path: str) -> tuple[int, int, str]:

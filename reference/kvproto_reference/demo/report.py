@@ -188,6 +188,8 @@ def show(console: Console, router: Router, compared: list[Compared], verdicts: d
     if ways := sum((c.request.stats or {}).get("gave_way", 0) for c in compared):
         console.print(f"requests gave way to older ones {ways} times, and were computed again by decode")
     console.print(f"verify checksums: {equal} of {due} equal" if verify else "verify: off")
+    if tied := sum(c.request.error is None and not c.same_tokens and c.agrees for c in compared):
+        console.print(f"acceptance of {tied} requests is not compared, as rounding made their tokens differ")
     for name, good in verdicts.items():
         if name != "checksums" or verify:
             console.print(f"  {name:<11} {WORDS.get(name, _AGREE)[good]}")

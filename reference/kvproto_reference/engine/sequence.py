@@ -54,7 +54,7 @@ class TokenSequence:
     images: Sequence[bytes] = ()
     """The digests of the images that the prompt shows."""
     seen: Tensor | None = None
-    """Rows that an encoder made of them [IMAGE tokens, width], for the rank that embeds tokens, until the prompt is over."""
+    """Rows of an encoder [IMAGE tokens, width], for the rank that embeds tokens, until the prompt is over."""
     logprobs: list[LogProbs] = attrs.field(factory=list)
     """Of each generated token, if `sampling.logprobs` asks for them."""
     stopped: bool = False
