@@ -7,7 +7,7 @@ import pytest
 
 from kvproto import Pool
 from kvproto_reference import checkpoint
-from kvproto_reference.engine.description import TARGET, Layout, geometry, shards
+from kvproto_reference.engine.description import DRAFT, TARGET, Layout, geometry, shards
 from kvproto_reference.engine.kept_pages import KeptPages, names_of
 from kvproto_reference.engine.sequence import TokenSequence
 from kvproto_reference.engine.world import World
@@ -16,12 +16,15 @@ FOLDER = checkpoint.CHECKPOINTS / "target-gqa"
 PAGE, PAGES, PROMPT = 4, 4, 13
 
 
-def kept_by(storage: Path, pages: int = PAGES) -> tuple[KeptPages, dict[int, Pool]]:
-    config = checkpoint.load_config(FOLDER)
-    said = geometry([FOLDER], [config], "bytes", Layout(tp=2), PAGE)
+def kept_by(
+    storage: Path, pages: int = PAGES, head: Path | None = None, ahead: int = 0
+) -> tuple[KeptPages, dict[int, Pool]]:
+    folders = [FOLDER] if head is None else [FOLDER, head]
+    configs = [checkpoint.load_config(folder) for folder in folders]
+    said = geometry(folders, configs, "bytes", Layout(tp=2), PAGE)
     pools = {rank: Pool.allocate(said, pages, rank=rank) for rank in range(2)}
-    own = [shards(said, 0)[TARGET]]
-    return KeptPages(pools, names_of([FOLDER], [config]), own, World(), 8, str(storage)), pools
+    own = [shards(said, 0)[name] for name in (TARGET, DRAFT)[: len(folders)]]
+    return KeptPages(pools, names_of(folders, configs), own, World(), 8, str(storage), ahead), pools
 
 
 def settle(kept: KeptPages) -> list[dict[str, object]]:
@@ -83,5 +86,22 @@ def test_no_rank_has_pages_of_a_request_for_which_one_has_too_few(tmp_path: Path
     settle(kept)
     assert kept.allocate("two", 10) is not None
     kept.drop("two")
+    kept.free(other, 0)
+    kept.close(False)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "found"), [(1, PAGE), (0, 2 * PAGE)], ids=["a head", "a draft that looks at no later token"]
+)
+def test_rows_of_a_head_are_found_for_the_same_next_token_alone(tmp_path: Path, ahead: int, found: int) -> None:
+    """A head's row of a token is computed with the next one, so the last page before two prompts part is not shared."""
+    kept, _ = kept_by(tmp_path, 2 * PAGES, checkpoint.CHECKPOINTS / "eagle-gqa", ahead)
+    one = TokenSequence(prompt=[*range(PROMPT)], max_new=2)
+    serve(kept, one)
+    one.append([PROMPT])
+    kept.free(one, PROMPT)
+    settle(kept)
+    other = TokenSequence(prompt=[*range(2 * PAGE), 99, *range(4)], max_new=1)
+    assert sum(serve(kept, other).values()) == found
     kept.free(other, 0)
     kept.close(False)
