@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_HEADS = {"llama": (4, 2), "llama of others": (4, 2), "window": (4, 2), "llama6": (6, 6)}
+_HEADS = {"llama": (4, 2), "llama of others": (4, 2), "window": (4, 2), "llama4": (4, 4), "llama6": (6, 6)}
 """Of models like Llama: heads, and heads of K and V."""
 
 _DUMMIES = {"small": (576, 1536, 9, 49152), "thin": (96, 64, 3, 512)}

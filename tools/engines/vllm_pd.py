@@ -33,6 +33,8 @@ _TILES = {"model": "llama", "dtype": "bfloat16", "block_size": 64, "max_num_batc
 _SPECULATING = {"num_speculative_tokens": 3}
 DRAFT = {"speculative_config": {"method": "draft_model", "model": "llama", **_SPECULATING}}
 """A model that is its own draft: whatever it proposes is right, if its pages are."""
+WIDE = {"speculative_config": {"method": "draft_model", "model": "llama4", **_SPECULATING}}
+"""A draft of more KV heads than its target: vLLM has both in one block table, each layer with a specification."""
 EAGLE = {"speculative_config": {"method": "eagle", "model": "eagle", **_SPECULATING}}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "CPU_MLA"}}
 N_GRAMS = {"speculative_config": {"method": "ngram", "prompt_lookup_max": 4, **_SPECULATING}}
@@ -158,6 +160,12 @@ PAIRS = [
         {"model": "llama", "max_num_batched_tokens": 96, "enable_prefix_caching": False, **DRAFT},
         {"model": "llama", "block_size": 64, "enable_prefix_caching": True, **DRAFT},
         [cases.same_tokens, cases.one_bit, cases.speculates, cases.aborts, cases.left_idle],
+    ),
+    Pair(
+        "Llama of 2 KV heads with a draft of 4, block 32 and 64",
+        {"model": "llama", **WIDE},
+        {"model": "llama", "block_size": 64, **WIDE},
+        [cases.same_tokens, cases.one_bit, cases.left_idle],
     ),
     Pair(
         "Llama that speculates by n-grams, and by a draft model of its own",
