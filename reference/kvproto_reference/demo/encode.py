@@ -171,7 +171,7 @@ class EncodeProcess:
 
 def address(folder: Path) -> str:
     """The address of the encoder engine of a folder: `rank_address` derives that of each rank."""
-    return f"ipc://{folder}/{NAME}-kv"
+    return f"ipc://{folder}/rows"
 
 
 def _run(options: EncodeOptions, world: World) -> int:
