@@ -98,6 +98,19 @@ def test_a_request_is_cancelled_while_it_is_fetched(pair: tuple[Router, Engines]
     assert stats["available"] == [PAGES, PAGES]
 
 
+def test_a_request_that_no_pool_can_hold_fails_once(pair: tuple[Router, Engines]) -> None:
+    """Both engines refuse it, the router says so once, and the next request is served."""
+    router, _ = pair
+    router.submit([Prompt(name="long", tokens=[65] * 400), prompt(1)], NEW)
+    news: list[tuple[str, str | None]] = []
+    router.collect(lambda request: news.append((request.prompt.name, request.error)))
+    (failed,) = [error for name, error in news if name == "long"]
+    assert failed is not None
+    assert "the pools have" in failed
+    assert router.requests[1].error is None
+    assert len(router.requests[1].tokens) == NEW
+
+
 def right(requests: list[Request]) -> bool:
     """Whether one undivided engine writes the same."""
     one = Undivided(*MODELS, pages=64)
@@ -120,7 +133,7 @@ def test_what_gave_way_is_finished_before_the_engine_drains(pair: tuple[Router, 
         router._turn(on_news)
     router._turn(on_news)
     assert engines.exit_status("decode-0") == 0
-    assert gave_way[0].stats is not None
+    assert gave_way[0].stats is not None, gave_way[0].lost
     assert gave_way[0].stats["gave_way"] > 0
     assert right([request for request in router.requests if request.stats is not None])
     lost = {why for request in router.requests for why in request.lost}

@@ -323,7 +323,9 @@ class Router:
             case "freed":
                 request.freed = True
                 return False
-            case "refused" | "failed" if not request.over:
+            case "refused" | "failed":
+                if request.over:  # the other engine has said why
+                    return False
                 self._again(request, word["error"], word.get("code"))
             case "dropped":
                 request.left = True
