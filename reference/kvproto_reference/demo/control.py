@@ -14,6 +14,8 @@ from ..errors import EngineError
 
 _LINGER = 500
 """Milliseconds that a closing socket waits for its unsent messages."""
+_LAST = 100
+"""Milliseconds in which the last messages of an engine that has gone are read, which ZeroMQ may hand on after that."""
 
 
 class Control:
@@ -77,9 +79,10 @@ class Line:
     def receive(self) -> list[dict[str, Any]]:
         """All waiting messages of the engine, with {"op": "lost"} after a disconnect; say hello on a connect."""
         found, changes = [], []
-        while self.monitor.poll(0):  # first, as the last messages are there once the engine has gone
+        while self.monitor.poll(0):  # first, as the last messages come before the engine has gone
             changes.append(recv_monitor_message(self.monitor)["event"])
-        while self.socket.poll(0):
+        patience = _LAST if zmq.EVENT_DISCONNECTED in changes else 0
+        while self.socket.poll(patience):
             found.append(json.loads(self.socket.recv()))
         for event in changes:
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
