@@ -56,7 +56,7 @@ MASKED = ("sglang.mask_length", "sglang.mask_tokens", "sglang.mask_logprobs")
 DRAFTED = ("hidden", "sglang.draft_probs", "sglang.draft_tokens", "sglang.draft_index")
 """Parts that the first step of a draft needs."""
 SETS: Mapping[str, tuple[str, ...]] = {"all": tuple(PARTS), "token": ("token",), "request": ()}
-"""Parts that a decode engine asks of those that prefill for it, by the setting `metadata`."""
+"""Parts that a decode engine asks of its prefill engines, by the setting `metadata`."""
 
 
 def names_of(buffers: Any, chosen: str, draft: bool) -> tuple[str, ...]:

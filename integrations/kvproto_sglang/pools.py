@@ -1,4 +1,4 @@
-"""Statements of SGLang's pools: each by its very class, as those that derive from it hold something else.
+"""Statements of SGLang's pools: each by its very class, as derived classes hold something else.
 
 Tensors are SGLang's own, on the CPU or on a GPU, in any order that their strides say: [slot, head, dim] with the slots
 of a page one after another (NHD), [page, head, token, dim] (HND), or [slot, 1, latent] (MLA).

@@ -1,6 +1,6 @@
 """vLLM's classes of cache specifications: each is stated, or refused with a reason.
 
-Classes count by their very names, as those that derive from one hold something else.
+Classes count by their very names, as derived classes hold something else.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Place:
 
 @dataclass
 class Keep:
-    """After this step the first pages of a request are in these blocks; `tokens` follow those that are known of it."""
+    """After this step the first pages of a request are in these blocks; `tokens` follow the known ones."""
 
     request: str
     tokens: list[int]
@@ -207,7 +207,7 @@ class Finding:
         self._orders.dropped.append(known.request.request_id)
 
     def allocated(self, request: Any, tables: Tables, external: int) -> None:
-        """The request has its blocks: load so many tokens, the last of those that were found."""
+        """The request has its blocks: load so many tokens, the last of the found ones."""
         known = self._known.get(request.request_id)
         if known is None or known.settled or known.found is None:
             return

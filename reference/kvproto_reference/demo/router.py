@@ -361,7 +361,7 @@ class Router:
         return [(name, word) for name, engine in self._engines.items() for word in engine.line.receive()]
 
     def stop(self) -> None:
-        """Stop all engines: those that fetch first, since they would take the Goodbye of a source for a failure."""
+        """Stop all engines, decode first, as it would take the Goodbye of a source for a failure."""
         until, running = time.monotonic() + 5, set[str]()
         for role in ("decode", "prefill", *(["encoder"] if ENCODER in self._engines else [])):
             while running and time.monotonic() < until:

@@ -95,7 +95,7 @@ class ImageRows:
         return id in self._jobs
 
     def begin(self) -> Said:
-        """Begin with fetches for which there are pages; returns words for those that ended at once."""
+        """Begin with fetches for which there are pages; returns words for fetches that ended at once."""
         said: Said = []
         while self._waiting and (pages := self.pool.take(self._waiting[0].prompt)) is not None:
             job = self._waiting.popleft()

@@ -30,7 +30,7 @@ class Admission:
     grown: Callable[[Sequence[int]], None] = lambda pages: None
     """Called with pages of the target that a running request gets in addition: what they held is of no use to it."""
     waiting: list[TokenSequence] = attrs.field(factory=list, init=False)
-    """Sequences without pages: new ones, and those that gave way."""
+    """Sequences without pages: new ones, and ones that gave way."""
     running: list[TokenSequence] = attrs.field(factory=list, init=False)
     """Sequences that are decoded, or computed again for it."""
     _came: dict[TokenSequence, int] = attrs.field(factory=dict, init=False)

@@ -72,7 +72,7 @@ def shown(tokens: Sequence[int], images: Sequence[Image], config: EncoderConfig)
 
 
 class RowPool:
-    """Pages of image rows on one rank, in which it has all of them or, as an encoder, those that it hands over."""
+    """Pages of image rows on one rank, in which it has all of them or, as an encoder, the rows that it hands over."""
 
     def __init__(
         self, config: EncoderConfig, target: ModelConfig, parallel: Parallel, rank: int, pages: int, replica: int = 0

@@ -55,7 +55,7 @@ class ExpertParallel:
         return self._exchange(made[order.argsort()], here, there)
 
     def _exchange(self, sent: Tensor, there: Sequence[int], here: Sequence[int]) -> Tensor:
-        """Send consecutive rows to each rank, so many as `there` says; returns those that come, `here` from each."""
+        """Send consecutive rows to each rank, so many as `there` says; returns the rows that come, `here` from each."""
         near = near_to(sent, self.group)
         found = near.new_empty((sum(here), *near.shape[1:]))
         dist.all_to_all_single(found, near, list(here), list(there), self.group)

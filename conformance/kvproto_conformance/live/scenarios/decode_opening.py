@@ -1,4 +1,4 @@
-"""Addresses and Descriptions over which a sink opens no session: unsafe ones, and those that it cannot plan with."""
+"""Addresses and Descriptions over which a sink opens no session: unsafe ones, and ones with which it cannot plan."""
 
 from __future__ import annotations
 
