@@ -5,6 +5,7 @@ import ctypes
 import multiprocessing
 import os
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from kvproto.errors import DeviceFault, KvprotoError
 
 from ..errors import EngineError
+from .lockstep import ANOTHER_ENDED
 from .world import World
 
 Run = Callable[[Any, World], int]
@@ -26,6 +28,8 @@ _Bells = list[tuple[socket.socket, socket.socket]]
 """For each process from the second on: the first one's end of a pair of sockets, and its own."""
 _PR_SET_PDEATHSIG = 1
 _STOPS = signal.SIGINT, signal.SIGTERM
+_MS_TO_END = 1000
+"""A rank that is killed closes its sockets in any order."""
 _LIBC = ctypes.CDLL(None)
 
 
@@ -124,11 +128,28 @@ def _rank(run: Run, options: Any, place: int, meeting: _Meeting, bells: tuple[so
             dist.init_process_group("gloo", init_method=here, rank=place, world_size=meeting.processes)
         except RuntimeError as error:  # another has ended meanwhile, and says why
             raise EngineError(f"rank {place} did not meet the others: {str(error).partition(chr(10))[0]}") from error
-        with _groups_of(meeting, place) as computes:
+        with _told_of_others(bells), _groups_of(meeting, place) as computes:
             return run(options, _world(meeting, place, bells, computes))
     except (EngineError, KvprotoError, DeviceFault) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
+
+
+@contextlib.contextmanager
+def _told_of_others(bells: tuple[socket.socket, ...]) -> Iterator[None]:
+    """Raise EngineError where a message or a collective failed because another rank has ended.
+
+    Which of the two a rank notices first is chance. A rank that is not the first ends with that one.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        ends = select.poll()
+        for bell in bells:
+            ends.register(bell, select.POLLRDHUP)
+        if not ends.poll(_MS_TO_END):
+            raise
+        raise EngineError(ANOTHER_ENDED) from error
 
 
 def _world(meeting: _Meeting, place: int, bells: tuple[socket.socket, ...], computes: str) -> World:

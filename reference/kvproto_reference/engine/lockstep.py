@@ -17,6 +17,7 @@ from ..gather import gather
 from .world import World
 
 Said = list[dict[str, Any]]
+ANOTHER_ENDED = "another rank of this engine has ended"
 
 
 class Lockstep:
@@ -53,7 +54,7 @@ class Lockstep:
 
     def _heard(self, bell: socket.socket, most: int) -> None:
         if not bell.recv(most):
-            raise EngineError("another rank of this engine has ended")
+            raise EngineError(ANOTHER_ENDED)
 
     def exchange(self, mine: Said) -> list[Said]:
         """Gather what each rank says, by rank."""
