@@ -237,6 +237,8 @@ class Rank:
     def map_memory(self, session: Any, register: Any, described: Any) -> None:
         self.work.append(lambda: session.accept_register(Transport.SHM))
 
+    def attest(self, attestation: bytes, holds: bool) -> None: ...
+
     def unmap_memory(self, session: Any, epoch: int) -> None:
         self.work.append(lambda: session.holder.unmapped(epoch))
 
@@ -319,6 +321,8 @@ class Bare:
         """Nothing to do."""
 
     planned = map_memory = unmap_memory = useful = offered = proven = report
+
+    def attest(self, attestation: bytes, holds: bool) -> None: ...
 
     def ready(self) -> None:
         """Nothing to do: see `SinkEndpoint.ready`."""

@@ -86,14 +86,15 @@ def map_peer(
     transports: Sequence[Transport],
     pair: Pair,
     own: Mapping[int, Memory] | None,
+    attestation: bytes,
     writes: bool,
     features: Collection[int] = (),
 ) -> PeerMapping:
     """Map every region that a column names, with the first transport in the owner's order that works here.
 
-    `own` is this side's memory, for the transport to prepare (None: there is none yet). `writes` states whether this
-    side writes or reads, and `features` are the session's. Raises the error of the last transport that was tried, or
-    NO_TRANSPORT if the sides have none in common.
+    `own` is this side's memory, for the transport to prepare (None: there is none yet). `attestation` is what the owner
+    has to have written. `writes` states whether this side writes or reads, and `features` are the session's. Raises the
+    error of the last transport that was tried, or NO_TRANSPORT if the sides have none in common.
     """
     by_code = {int(transport.capabilities.code): transport for transport in transports}
     named = {region for columns in message.columns for region in columns.region.tolist()}
@@ -104,7 +105,7 @@ def map_peer(
     for transport in (by_code[code] for code in offered if code in by_code):
         mapping = None
         try:
-            connection = transport.connect(message.regions, named, writes, features)
+            connection = transport.connect(message.regions, named, writes, features, attestation)
             mapping = PeerMapping(message, described, transport, pair, connection)
             if own is not None:
                 mapping.prepare(own, writes)

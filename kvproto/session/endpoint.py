@@ -22,6 +22,9 @@ class EndpointCalls(Protocol):
     def report(self, event: Event) -> None:
         """Report an event to the engine."""
 
+    def attest(self, attestation: bytes, holds: bool) -> None:
+        """Write down that this process has memory registered in a session, or remove that (KVP-REG-ATTEST)."""
+
     def map_memory(self, session: Any, register: m.Register, described: Described) -> None:
         """Map the peer's memory, and then report it as mapped, or refuse its Register."""
 

@@ -8,10 +8,12 @@ memory, and only then answers. More than one epoch needs the feature EPOCHS.
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from itertools import zip_longest
 from typing import Any
 
 import attrs
+import msgpack
 
 from kvproto.copying.columns import Overlaps, check_columns
 from kvproto.errors import KvprotoError, RemoteError
@@ -26,6 +28,15 @@ from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, ErrorCode, Feature, Proof, Transport
 
+
+def attestation_of(session: Session, access: Access) -> bytes:
+    """The digest by which a process attests that its memory is registered in a session (KVP-REG-ATTEST)."""
+    source, sink = session.me.place, session.peer.place
+    if session.role == "sink":
+        source, sink = sink, source
+    return sha256(msgpack.packb([session.session, access, *source, *sink])).digest()
+
+
 # The owner
 
 
@@ -39,6 +50,7 @@ class Owner(Extension):
         """The epochs that the peer is not proven to have returned, by number."""
         self.first = self._last = 0
         """The first epoch that the peer mapped, and the last that was registered."""
+        self._attestation: bytes | None = None
 
     @property
     def newest(self) -> Owned | None:
@@ -68,6 +80,9 @@ class Owner(Extension):
         """Grant the peer access to this rank's memory, as epoch `number` or the next unused one (KVP-EPO-RISE)."""
         session, described = self._session, self._session.described
         session.step("Register")
+        if self._attestation is None:
+            self._attestation = attestation_of(session, self._access)
+            session.host.calls.attest(self._attestation, True)
         number = max(number, self._last + 1)
         request = session.request(
             m.Register,
@@ -107,6 +122,10 @@ class Owner(Extension):
     def _kept(self, error: RemoteError) -> None:
         """Report that the peer did not return an epoch, which it holds until the session ends (KVP-EPO-FREE)."""
         self._session.tell(ProtocolError(self._session.name, error))
+
+    def closed(self) -> None:
+        if self._attestation is not None:
+            self._session.host.calls.attest(self._attestation, False)
 
     def reconnected(self) -> None:
         for owned in self.epochs.values():

@@ -25,6 +25,7 @@ from kvproto.sink.reads import Puller
 from kvproto.sink.registered_pool import LentSinkPool, RegisteredPool, begins_stated, prepared
 from kvproto.sink.verification import Arrival, Verification
 from kvproto.transport.base import Transport
+from kvproto.transport.process import attestations
 from kvproto.wire.enums import ErrorCode, Feature, Proof
 from kvproto.wire.messages import Done, Grants, Register
 
@@ -345,6 +346,9 @@ class SourceLink:
     def ready(self) -> None:
         if self._agreed is not None:
             self.report(self._agreed)  # the engine learns of a plan when it can be used
+
+    def attest(self, attestation: bytes, holds: bool) -> None:
+        (attestations.add if holds else attestations.drop)(attestation)
 
     def map_memory(self, session: SinkSession, register: Register, described: Described) -> None:
         pools = self._pools

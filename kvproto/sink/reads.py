@@ -14,9 +14,10 @@ from kvproto.rank.registration import PeerMapping, map_peer
 from kvproto.session import SinkEndpoint
 from kvproto.session.descriptions import Described
 from kvproto.session.records import SinkAttempt
+from kvproto.session.registering import attestation_of
 from kvproto.session.sink import SinkSession
 from kvproto.transport.base import Copying, Move, Transport
-from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import Access, ErrorCode
 from kvproto.wire.messages import Offer, Register
 
 _RETRY = 1e-3
@@ -71,7 +72,8 @@ class Puller:
             there = RankLayout(described.source, session.peer.rank, {c.group: c for c in register.columns})
             pair = Pair(described.routes, there, pool.layout)
             own = None if asleep else pool.memories
-            peer = map_peer(register, described, self._transports, pair, own, writes=False)
+            owned = attestation_of(session, Access.READ)
+            peer = map_peer(register, described, self._transports, pair, own, owned, writes=False)
         except KvprotoError as error:
             self._endpoint.refuse_register(session, error.kept(), time.monotonic())
             return

@@ -28,7 +28,7 @@ from kvproto.source.schedule import OVER, LastPart, Scheduler, Send
 from kvproto.source.sink_memory import SinkMemory
 from kvproto.transport import default
 from kvproto.transport.base import Transport, bells
-from kvproto.transport.process import this_process
+from kvproto.transport.process import attestations, this_process
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Register
 
@@ -180,6 +180,9 @@ class SourceNode:
     def report(self, event: Event) -> None:
         """Report an event to the engine with the next turn."""
         self._events.append(event)
+
+    def attest(self, attestation: bytes, holds: bool) -> None:
+        (attestations.add if holds else attestations.drop)(attestation)
 
     def map_memory(self, session: SourceSession, register: Register, described: Described) -> None:
         """Map a sink's memory."""

@@ -11,11 +11,12 @@ from kvproto.rank.pool import Pool
 from kvproto.rank.registration import PeerMapping, map_peer, register
 from kvproto.session import SourceEndpoint
 from kvproto.session.descriptions import Described
+from kvproto.session.registering import attestation_of
 from kvproto.session.source import SourceSession
 from kvproto.session.timers import Timer
 from kvproto.transport import default
 from kvproto.transport.base import Transport
-from kvproto.wire.enums import ErrorCode, Feature
+from kvproto.wire.enums import Access, ErrorCode, Feature
 from kvproto.wire.messages import Region, Register
 
 _CHECK_INTERVAL = 0.25
@@ -76,7 +77,8 @@ class SinkMemory:
                 self._expose(session, register, described, pair)
                 return
             own, features = None if self.asleep else self._pool.memories, session.features
-            peer = map_peer(register, described, self._transports, pair, own, writes=True, features=features)
+            owned = attestation_of(session, Access.WRITE)
+            peer = map_peer(register, described, self._transports, pair, own, owned, writes=True, features=features)
         except KvprotoError as error:
             session.holder.refuse(error.kept())
             return

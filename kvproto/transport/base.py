@@ -235,9 +235,18 @@ class Transport(Protocol):
         """
 
     def connect(
-        self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
+        self,
+        regions: Sequence[Region],
+        used: Collection[int],
+        writes: bool,
+        features: Collection[int],
+        attestation: bytes,
     ) -> Connection:
-        """Reach the regions `used`, to write or read them; raises NO_TRANSPORT or TRANSPORT_FAILED, mapping none."""
+        """Reach the regions `used`, to write or read them; raises NO_TRANSPORT or TRANSPORT_FAILED, mapping none.
+
+        Where a peer could name memory of another process, the one that a handle names has to have written this
+        attestation (`kvproto.transport.process.attested`, KVP-REG-ATTEST).
+        """
 
     def prepare(self, move: Move) -> None:
         """Warm up tables and kernels of a rank pair, so that its first hand-over does not wait for them."""

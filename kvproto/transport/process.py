@@ -1,7 +1,12 @@
-"""Processes of one host; a pidfd, opened before start times are compared, proves that one has ended."""
+"""Processes of one host: a pidfd, opened before start times are compared, proves that one has ended.
+
+A process that registers memory with a peer writes an attestation into a file of its own, which the peer reads through
+/proc. So nobody who was told of another's memory can register it as its own (KVP-REG-ATTEST).
+"""
 
 import os
 import select
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -44,6 +49,74 @@ def _named(pid: int) -> Process:
 def this_process() -> Process:
     """The name of this process; after a fork, of the child."""
     return _named(os.getpid())
+
+
+class Attestations:
+    """The sessions in which memory of this process is registered: digests of 32 bytes in an anonymous file."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        self._places: dict[bytes, int] = {}
+        self._unused: list[int] = []
+
+    @property
+    def fd(self) -> int:
+        """The descriptor by which peers read them, which every handle names; raises OSError if none is left."""
+        with self._lock:
+            if self._fd is None:
+                self._fd = os.memfd_create(_ATTESTATIONS, os.MFD_CLOEXEC)
+                for attestation, place in self._places.items():
+                    self._write(attestation, place)
+            return self._fd
+
+    def add(self, attestation: bytes) -> None:
+        """Write one, unless it is written."""
+        with self._lock:
+            if attestation not in self._places:
+                self._places[attestation] = self._unused.pop() if self._unused else len(self._places)
+                self._write(attestation, self._places[attestation])
+
+    def drop(self, attestation: bytes) -> None:
+        """Remove one, as its session is over."""
+        with self._lock:
+            place = self._places.pop(attestation, None)
+            if place is not None:
+                self._unused.append(place)
+                self._write(bytes(DIGEST), place)
+
+    def _write(self, content: bytes, place: int) -> None:
+        if self._fd is not None:
+            os.pwrite(self._fd, content, place * DIGEST)
+
+    def forked(self) -> None:
+        """Begin anew in a forked child, whose memory is not its parent's."""
+        if self._fd is not None:
+            os.close(self._fd)
+        self.__init__()  # type: ignore[misc]
+
+
+DIGEST = 32
+_ATTESTATIONS = "kvproto-attestations"
+_MOST_READ = DIGEST << 16
+attestations = Attestations()
+os.register_at_fork(after_in_child=attestations.forked)
+
+
+def attested(pid: int, fd: int, attestation: bytes) -> bool:
+    """Whether a process on this host has written an attestation to the file of its descriptor `fd`; raises OSError."""
+    link = f"/proc/{pid}/fd/{fd}"
+    try:
+        if os.readlink(link).split(" ")[0] != f"/memfd:{_ATTESTATIONS}":  # opening another kind of file could wait
+            return False
+        opened = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        content = os.pread(opened, _MOST_READ, 0)
+    finally:
+        os.close(opened)
+    return any(content[at : at + DIGEST] == attestation for at in range(0, len(content), DIGEST))
 
 
 class Watch:

@@ -17,6 +17,7 @@ from kvproto.session.table import TransferState
 from kvproto.source.prefill import Computed, Prefill
 from kvproto.source.schedule import Send
 from kvproto.transport.base import Transport
+from kvproto.transport.process import attestations
 from kvproto.wire.enums import Access
 from kvproto.wire.messages import Register, Transfer
 from tests.node.nodes import grants
@@ -24,6 +25,7 @@ from tests.pools import allocate
 from tests.session.driver import geometry
 
 ITEMS, TOKENS, KEY = {0: 12, 1: 12}, 11, b"k" * 16
+ATTESTATION = b"a" * 32
 HERE, THERE = [1, 2, 3], [7, 8, 9]
 LAYER = 40 * TOKENS
 """Bytes of a layer of the target."""
@@ -36,6 +38,7 @@ class Stage:
         self.source, self.sink = (allocate(geometry(1), 0, ITEMS) for _ in range(2))
         routes = plan(geometry(1), geometry(1)).between(0, 0)
         self.pair = Pair(routes, self.source.layout, self.sink.layout)
+        attestations.add(ATTESTATION)
 
     def asked(self, transports: Sequence[Transport]) -> tuple[Register, Described]:
         """What the sink registers."""
@@ -44,7 +47,7 @@ class Stage:
     def peer(self, transport: Transport) -> PeerMapping:
         """The sink as the source reaches it."""
         asked = self.asked([transport])
-        return map_peer(*asked, [transport], self.pair, self.source.memories, writes=True)
+        return map_peer(*asked, [transport], self.pair, self.source.memories, ATTESTATION, writes=True)
 
     def send(self, peer: PeerMapping, sequence: int = 1, first: int = 0, prefill: Prefill | None = None) -> Send:
         """A transfer that the sink asks for, and what is computed for it."""

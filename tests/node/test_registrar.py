@@ -16,7 +16,7 @@ from kvproto.wire.enums import ErrorCode, Feature, MemoryKind
 from kvproto.wire.enums import Transport as Code
 from kvproto.wire.messages import Handle, Region, Register
 from tests.errors import raises
-from tests.node.stages import Stage, able
+from tests.node.stages import ATTESTATION, Stage, able
 
 
 class Named(ShmTransport):
@@ -44,7 +44,12 @@ class Named(ShmTransport):
         return attrs.evolve(handle, transport=self.capabilities.code)
 
     def connect(
-        self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
+        self,
+        regions: Sequence[Region],
+        used: Collection[int],
+        writes: bool,
+        features: Collection[int],
+        attestation: bytes,
     ) -> Connection:
         if self._fails == "connect":
             raise RemoteError(ErrorCode.TRANSPORT_FAILED, "regions[0]", "no way", self.capabilities.code.name)
@@ -58,7 +63,7 @@ class Named(ShmTransport):
             )
             for r in regions
         ]  # fmt: skip
-        self.connected.append(super().connect(shm, used, writes, features))
+        self.connected.append(super().connect(shm, used, writes, features, attestation))
         return self.connected[-1]
 
     def prepare(self, move: Move) -> None:
@@ -67,7 +72,7 @@ class Named(ShmTransport):
 
 
 def reach(stage: Stage, asked: tuple[Register, Described], *transports: Transport) -> Transport:
-    made = map_peer(*asked, transports, stage.pair, stage.source.memories, writes=True)
+    made = map_peer(*asked, transports, stage.pair, stage.source.memories, ATTESTATION, writes=True)
     assert sorted(made.connection.mapped) == [0]
     made.connection.close()
     assert not made.connection.mapped
@@ -92,14 +97,14 @@ def test_the_next_transport_is_tried_where_one_fails(stage: Stage, fails: str) -
 def test_why_the_last_did_not_work_is_told(stage: Stage) -> None:
     wrong = [Named(Code.CUDA, "connect"), Named(Code.SHM, "prepare")]
     with raises(KvprotoError, code=ErrorCode.TRANSPORT_FAILED, path="regions[0]", mine="no kernel"):
-        map_peer(*stage.asked(wrong), wrong, stage.pair, stage.source.memories, writes=True)
+        map_peer(*stage.asked(wrong), wrong, stage.pair, stage.source.memories, ATTESTATION, writes=True)
 
 
 def test_no_common_transport_says_what_each_side_has(stage: Stage) -> None:
     asked = stage.asked([Named(Code.CUDA), Named(Code.NIXL)])
     ours = {"path": "regions[0].handles", "mine": "SHM", "yours": "CUDA, NIXL", "advice": "use a common transport"}
     with raises(RemoteError, code=ErrorCode.NO_TRANSPORT, **ours):
-        map_peer(*asked, [ShmTransport()], stage.pair, stage.source.memories, writes=True)
+        map_peer(*asked, [ShmTransport()], stage.pair, stage.source.memories, ATTESTATION, writes=True)
 
 
 def test_every_transport_exposes_every_region_and_ids_of_more_do_not_meet(stage: Stage) -> None:

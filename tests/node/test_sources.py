@@ -167,7 +167,7 @@ class Hidden(ShmTransport):
 
     def expose(self, *given: Any) -> Exposure:
         made = super().expose(*given)
-        other = Handle(transport=Transports.SHM, data=msgpack.packb([os.getpid(), 1 << 20, "0" * 32]))
+        other = Handle(transport=Transports.SHM, data=msgpack.packb([os.getpid(), 1 << 20, "0" * 32, 0]))
         return made if self.heard else attrs.evolve(made, handles=dict.fromkeys(made.handles, (other,)))
 
     def unreachable(self) -> None:

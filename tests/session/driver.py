@@ -131,6 +131,9 @@ class SinkRecorder:
     def map_memory(self, session: SinkSession, register: Register, described: Described) -> None:
         self.told(MemoryAsked(session, register))
 
+    def attest(self, attestation: bytes, holds: bool) -> None:
+        """Ranks of this process are not asked for attestations."""
+
     def unmap_memory(self, session: SinkSession, epoch: int) -> None:
         self.told(MemoryUnwanted(session, epoch))
 
@@ -230,6 +233,9 @@ class Calls:
 
     def map_memory(self, session: SourceSession, register: Register, described: Described) -> None:
         self.told.append(RegisterAsked(session.session, register, described))
+
+    def attest(self, attestation: bytes, holds: bool) -> None:
+        """Ranks of this process are not asked for attestations."""
 
     def unmap_memory(self, session: SourceSession, epoch: int) -> None:
         self.told.append(UnmapAsked(session.session, epoch))

@@ -581,8 +581,10 @@ def test_pages_behind_slots_need_the_feature_and_the_slots() -> None:
         pages = [attrs.evolve(m.region, id=id, handles=exposed.handles[id]) for id, m in memory.items()]
         for regions, staged in ((pages, True), ([*pages, *exposed.regions], False)):
             with raises(RemoteError, code=ErrorCode.NO_TRANSPORT, path="regions[0].handles"):
-                source.connect(regions, memory, writes=True, features=(Feature.STAGED,) * staged)
-        connection = source.connect([*pages, *exposed.regions], memory, writes=True, features=(Feature.STAGED,))
+                source.connect(regions, memory, writes=True, features=(Feature.STAGED,) * staged, attestation=b"")
+        connection = source.connect(
+            [*pages, *exposed.regions], memory, writes=True, features=(Feature.STAGED,), attestation=b""
+        )
         assert connection.link is not None
         assert connection.link.slot_bytes == 512
         connection.close()
@@ -595,8 +597,8 @@ def test_every_region_of_a_pool_is_registered_and_none_can_be_read() -> None:
         exposed = sink.expose(memory, 4, NOTHING, NOTHING.runs)
         assert (exposed.regions, exposed.packed) == ((), None)
         regions = [attrs.evolve(m.region, id=id, handles=exposed.handles[id]) for id, m in memory.items()]
-        connection = source.connect(regions, memory, writes=True, features=())
+        connection = source.connect(regions, memory, writes=True, features=(), attestation=b"")
         assert connection.mapped.keys() == memory.keys()
         connection.close()
         with raises(RemoteError, code=ErrorCode.NO_TRANSPORT):
-            source.connect(regions, memory, writes=False, features=())
+            source.connect(regions, memory, writes=False, features=(), attestation=b"")

@@ -146,7 +146,7 @@ def handle(*fields: object) -> tuple[Handle]:
 
 def region_of(fd: int, length: int = 4096) -> Region:
     """A region as an owner without kvproto may state it."""
-    named = handle(os.getpid(), fd, "nonce")
+    named = handle(os.getpid(), fd, "nonce", 0)
     return Region(id=0, base=0, length=length, kind=MemoryKind.HOST, boot=boot_id(), handles=named)
 
 
@@ -175,22 +175,25 @@ CASES: dict[str, tuple[Callable[[Region], Region], str, ErrorCode, str]] = {
     "other types": (
         lambda r: attrs.evolve(r, handles=handle("1", 2, "3")), "handles", ErrorCode.TRANSPORT_FAILED, "other bytes"
     ),
+    "another PID namespace": (
+        lambda r: attrs.evolve(r, namespace=1), "namespace", ErrorCode.NO_TRANSPORT, "another, 1",
+    ),
     "too few fields": (
-        lambda r: attrs.evolve(r, handles=handle(1, 2)), "handles", ErrorCode.TRANSPORT_FAILED, "other bytes"
+        lambda r: attrs.evolve(r, handles=handle(1, 2, "3")), "handles", ErrorCode.TRANSPORT_FAILED, "other bytes"
     ),
     "a path in place of a number": (
         lambda r: attrs.evolve(r, handles=handle("self", 0, "x")), "handles", ErrorCode.TRANSPORT_FAILED, "other bytes"
     ),
     "another nonce": (
-        lambda r: attrs.evolve(r, handles=handle(*msgpack.unpackb(bytes(r.handles[0].data))[:2], "0" * 32)),
+        lambda r: attrs.evolve(r, handles=handle(*msgpack.unpackb(bytes(r.handles[0].data))[:2], "0" * 32, 0)),
         "handles", ErrorCode.TRANSPORT_FAILED, "kvproto-",
     ),
     "a closed descriptor": (
-        lambda r: attrs.evolve(r, handles=handle(os.getpid(), 1 << 20, "x")),
+        lambda r: attrs.evolve(r, handles=handle(os.getpid(), 1 << 20, "x", 0)),
         "handles", ErrorCode.TRANSPORT_FAILED, "it was closed",
     ),
     "a process that has ended": (
-        lambda r: attrs.evolve(r, handles=handle(ended(), 3, "x")),
+        lambda r: attrs.evolve(r, handles=handle(ended(), 3, "x", 0)),
         "handles", ErrorCode.TRANSPORT_FAILED, "no such process here",
     ),
     "longer than the file": (

@@ -7,6 +7,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Iterable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ Bytes = npt.NDArray[np.uint8]
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SHRINK, _GROW = 2, 4
 _PREFIX = "kvproto-"
+_ATTESTATIONS = "kvproto-attestations"
+_DIGEST, _MOST_READ = 32, 2 << 20
+Place = tuple[str, int, int]
+"""Engine, replica and rank."""
 
 
 class BadHandle(Exception):
@@ -28,8 +33,22 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
 
 
+class Unattested(Exception):
+    """An engine registered memory in a session that its process has not attested."""
+
+
+def attestation(session: str, access: str, source: Place, sink: Place) -> bytes:
+    """The digest by which an owner attests that its memory is registered in a session."""
+    parts = [write_uint(int(session)), write_uint({"WRITE": 1, "READ": 2}[access])]
+    for engine, replica, rank in (source, sink):
+        name = engine.encode()
+        head = bytes([0xA0 | len(name)]) if len(name) < 32 else bytes([0xD9, len(name)])
+        parts += [head + name, write_uint(replica), write_uint(rank)]
+    return sha256(b"\x98" + b"".join(parts)).digest()
+
+
 class Shared:
-    """A region of the suite: a sealed memfd."""
+    """A region of the suite: a sealed memfd, and a file of its own for attestations."""
 
     def __init__(self, length: int, sealed: bool = True) -> None:
         self.nonce = secrets.token_hex(16)
@@ -37,15 +56,25 @@ class Shared:
         os.ftruncate(self.fd, length)
         if sealed:
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _SHRINK | _GROW)
+        self._attestations = os.memfd_create(_ATTESTATIONS, os.MFD_CLOEXEC)
+        self._attested = 0
         self._map = mmap.mmap(self.fd, length)
         self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
 
-    def handle(self, pid: int | None = None, fd: int | None = None, nonce: str | None = None) -> str:
+    def attest(self, attestation: bytes) -> None:
+        """Write down that it is registered in a session."""
+        os.pwrite(self._attestations, attestation, self._attested * _DIGEST)
+        self._attested += 1
+
+    def handle(
+        self, pid: int | None = None, fd: int | None = None, nonce: str | None = None, attestations: int | None = None
+    ) -> str:
         """Its entry in Register, in hex; fields that are given replace the true ones."""
         stated = self.nonce if nonce is None else nonce
         return (
-            b"\x93" + write_uint(os.getpid() if pid is None else pid) + write_uint(self.fd if fd is None else fd)
+            b"\x94" + write_uint(os.getpid() if pid is None else pid) + write_uint(self.fd if fd is None else fd)
             + b"\xd9" + bytes([len(stated)]) + stated.encode()
+            + write_uint(self._attestations if attestations is None else attestations)
         ).hex()  # fmt: skip
 
     def close(self) -> None:
@@ -53,6 +82,7 @@ class Shared:
         self.bytes = np.empty(0, np.uint8)
         self._map.close()
         os.close(self.fd)
+        os.close(self._attestations)
 
 
 def began(pid: int) -> int:
@@ -85,12 +115,14 @@ def _link(path: Path) -> str:
         return ""
 
 
-def map_region(region: dict[str, Any]) -> tuple[mmap.mmap, Bytes, str]:
-    """Map a region (JSON form) that an engine registered with this nonce; raises BadHandle."""
+def map_region(region: dict[str, Any], attestation: bytes) -> tuple[mmap.mmap, Bytes, str]:
+    """Map a region (JSON form) that an engine registered with this nonce; raises BadHandle and Unattested."""
     data = next((bytes.fromhex(h["data"]) for h in region["handles"] if h["transport"] == "SHM"), None)
     if data is None:
         raise BadHandle("no handle for SHM")
-    pid, fd, nonce = _read_handle(data)
+    pid, fd, nonce, attestations = _read_handle(data)
+    if not _attested(pid, attestations, attestation):
+        raise Unattested(f"descriptor {attestations} of process {pid} has no attestation of this session")
     link = f"/proc/{pid}/fd/{fd}"
     try:
         name = os.readlink(link)
@@ -128,18 +160,30 @@ def read_uint(data: bytes, at: int) -> tuple[int, int]:
     return int.from_bytes(data[at + 1 : at + 1 + width], "big"), at + 1 + width
 
 
-def _read_handle(data: bytes) -> tuple[int, int, str]:
-    """PID, descriptor and nonce."""
+def _attested(pid: int, fd: int, attestation: bytes) -> bool:
+    link = f"/proc/{pid}/fd/{fd}"
+    if _link(Path(link)) != f"/memfd:{_ATTESTATIONS} (deleted)":
+        return False
+    with open(link, "rb") as file:
+        content = file.read(_MOST_READ)
+    return attestation in {content[at : at + _DIGEST] for at in range(0, len(content), _DIGEST)}
+
+
+def _read_handle(data: bytes) -> tuple[int, int, str, int]:
+    """PID, descriptor, nonce and descriptor of attestations."""
     try:
-        if data[0] != 0x93:
-            raise BadHandle("no msgpack array of three")
+        if data[0] != 0x94:
+            raise BadHandle("no msgpack array of four")
         pid, at = read_uint(data, 1)
         fd, at = read_uint(data, at)
-        if data[at : at + 2] != b"\xd9\x20" or len(data) != at + 34:
-            raise BadHandle("no nonce of 32 characters at the end of the handle")
+        if data[at : at + 2] != b"\xd9\x20":
+            raise BadHandle("no nonce of 32 characters in the handle")
+        attestations, end = read_uint(data, at + 34)
+        if end != len(data):
+            raise BadHandle("bytes behind the handle")
     except IndexError:
         raise BadHandle(f"a handle that ends after {len(data)} bytes") from None
-    nonce = data[at + 2 :].decode("ascii", "replace")
+    nonce = data[at + 2 : at + 34].decode("ascii", "replace")
     if set(nonce) - set("0123456789abcdef"):
         raise BadHandle("a nonce that is not lower-case hex")
-    return pid, fd, nonce
+    return pid, fd, nonce, attestations

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvproto_conformance.live import moving, world
-from kvproto_conformance.live.memory import Shared, boot_id, map_region
+from kvproto_conformance.live.memory import Shared, Unattested, boot_id, map_region
 from kvproto_conformance.live.peer import Missed
 from kvproto_conformance.live.sink import Request, Sink
 from kvproto_conformance.live.source import Asked, Regions, Source
@@ -55,9 +55,11 @@ class PullSource(Source):
         """Register to Registered, of memory that may be read."""
         return self.lent(self.register())
 
-    def register(self) -> Frame:
-        """Register memory that may be read; Registered is not waited for."""
+    def register(self, attests: bool = True) -> Frame:
+        """Register memory that may be read; Registered is not waited for. `attests` unless the session shall lie."""
         assert self.memory is not None
+        if attests:
+            self.memory.attest(self.attestation("READ"))
         handle = {"transport": self.transport, "data": self.memory.handle()}
         region = {"id": "0", "base": "0", "length": str(self.memory.bytes.size), "kind": "HOST", "boot": boot_id(),
                   "handles": [handle]}  # fmt: skip
@@ -181,7 +183,10 @@ class PullSink(Sink):
                 raise Missed(f"Register with {name} {fields[name]}, not {wanted}", clause)
         regions: Regions = {}
         for region in fields["regions"]:
-            mapped, view, _ = map_region(region)
+            try:
+                mapped, view, _ = map_region(region, self.attestation("READ"))
+            except Unattested as error:
+                raise Missed(str(error), "KVP-REG-W-ATTEST") from error
             self._maps.append(mapped)
             regions[int(region["id"])] = view
         self.lent = fields["epoch"], fields["columns"], regions

@@ -11,7 +11,7 @@ import numpy as np
 from kvproto_conformance.codec import read_struct
 from kvproto_conformance.codec.facts import ENUMS, MAJOR, MINOR
 from kvproto_conformance.live import moving, world
-from kvproto_conformance.live.memory import Shared, boot_id
+from kvproto_conformance.live.memory import Place, Shared, attestation, boot_id
 from kvproto_conformance.live.peer import Missed, Peer
 from kvproto_conformance.live.watch import Frame
 from kvproto_conformance.live.wire import Dealer, Keys
@@ -66,6 +66,10 @@ class Sink(Peer):
         self.columns: list[Json] = []
         self.planned: Json = {}
         self.source_rank = 0
+        self.place: Place = name, 0, rank
+        """The rank that its Hello states."""
+        self.peer_place: Place = "", 0, 0
+        """The engine's rank, as its Welcome says."""
         self.sequences = 0
         self.epoch = 3
         """Of the latest Register; not 1 at first, which an engine could say without reading it."""
@@ -88,10 +92,13 @@ class Sink(Peer):
 
     def greet(self, **changes: Any) -> Frame:
         """Hello to Welcome."""
-        sent = self.send("Hello", **(self.hello() | changes))
+        said = self.hello() | changes
+        sent = self.send("Hello", **said)
         id = sent.fields["request"]
         found = self.expect("Welcome", where=lambda f: f["request"] == id, again=sent, clause="KVP-NEG-CHOOSE")
         self.session, self.source_rank = found.fields["session"], int(found.fields["rank"])
+        self.place = said["engine"], int(said["replica"]), int(said["rank"])
+        self.peer_place = found.fields["engine"], int(found.fields["replica"]), self.source_rank
         self.first, self.counted = None, 0
         listed = {e["rank"]: e["address"] for e in found.fields["endpoints"]}
         if found.fields["engine"] != "engine" or found.fields["rank"] not in listed:
@@ -148,9 +155,14 @@ class Sink(Peer):
         self.image = np.resize(canary, length)
         self.memory.bytes[:] = self.image
 
+    def attestation(self, access: str = "WRITE") -> bytes:
+        """The digest that the owner of memory in this session writes."""
+        return attestation(self.session, access, self.peer_place, self.place)
+
     def registration(self) -> Json:
-        """The fields of a good Register."""
+        """The fields of a good Register, whose session is attested."""
         assert self.memory is not None
+        self.memory.attest(self.attestation())
         inline = self.transport == "INLINE"
         handle = {"transport": self.transport, "data": "" if inline else self.memory.handle()}
         region = {"id": "0", "base": "0", "length": str(self.memory.bytes.size), "kind": "HOST", "boot": boot_id(),

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvproto_conformance.codec import read_struct
 from kvproto_conformance.codec.facts import MAJOR, MINOR
 from kvproto_conformance.live import moving, world
-from kvproto_conformance.live.memory import boot_id, map_region
+from kvproto_conformance.live.memory import Place, Unattested, attestation, boot_id, map_region
 from kvproto_conformance.live.peer import Missed, Peer
 from kvproto_conformance.live.watch import Frame
 from kvproto_conformance.live.wire import Keys, Router
@@ -67,6 +67,8 @@ class Source(Peer):
         self.welcomed: Json = {}
         """The fields of the last Welcome."""
         self.sink_rank = 0
+        self.peer_place: Place = "", 0, 0
+        """The engine's rank, as its Hello says."""
         self.planned: Json = {}
         self.epochs: dict[str, tuple[list[Json], Regions]] = {}
         """Columns, and regions by id, of each epoch that the engine has registered."""
@@ -98,7 +100,13 @@ class Source(Peer):
         self.welcomed = fields | stated
         self.reply(hello, "Welcome", **self.welcomed)
         self.sink_rank = int(hello.fields["rank"])
+        self.peer_place = hello.fields["engine"], int(hello.fields["replica"]), self.sink_rank
         return hello
+
+    def attestation(self, access: str = "WRITE") -> bytes:
+        """The digest that the owner of memory in this session writes."""
+        stated = self.welcomed
+        return attestation(self.session, access, (stated["engine"], int(stated["replica"]), self.rank), self.peer_place)
 
     def begin_credit(self) -> None:
         """Count from 0: what was granted and sent before belongs to an earlier session."""
@@ -151,7 +159,10 @@ class Source(Peer):
         self.epochs[fields["epoch"]] = fields["columns"], self.regions
         if self.transport == "SHM" and self.maps:
             for region in fields["regions"]:
-                mapped, view, nonce = map_region(region)
+                try:
+                    mapped, view, nonce = map_region(region, self.attestation())
+                except Unattested as error:
+                    raise Missed(str(error), "KVP-REG-W-ATTEST") from error
                 self.nonces.append(nonce)
                 self._maps.append(mapped)
                 self.regions[int(region["id"])] = view

@@ -86,7 +86,7 @@ static const Node *handle_known(const Node *region) { /* the first handle by whi
     }
     return NULL;
 }
-static bool read_handle(const Node *handle, uint64_t *pid, uint64_t *descriptor, char nonce[33]) { /* an array of PID, descriptor and nonce */
+static bool read_handle(const Node *handle, uint64_t *pid, uint64_t *descriptor, char nonce[33], uint64_t *attestations) { /* an array of PID, descriptor, nonce and descriptor */
     static bool fine;
     Node bytes = field(L_Handle, handle, "data");
     const uint8_t *outer_data = data;
@@ -99,13 +99,15 @@ static bool read_handle(const Node *handle, uint64_t *pid, uint64_t *descriptor,
         at = 0;
         end = bytes.count;
         values = MAX_VALUES;
-        if (kind_here(NULL) == LIST && counted(LIST, NULL) == 3 && kind_here(NULL) == UINT) {
+        if (kind_here(NULL) == LIST && counted(LIST, NULL) == 4 && kind_here(NULL) == UINT) {
             *pid = head(NULL);
             if (kind_here(NULL) == UINT) {
                 *descriptor = head(NULL);
                 if (kind_here(NULL) == STR) {
                     Node text = text_here(NULL);
-                    fine = text.count == 32 && !left();
+                    fine = text.count == 32 && kind_here(NULL) == UINT;
+                    if (fine) *attestations = head(NULL);
+                    fine = fine && !left();
                     for (size_t i = 0; fine && i < 32; i++) fine = text.bytes[i] && strchr("0123456789abcdef", text.bytes[i]);
                     if (fine) snprintf(nonce, 33, "%.32s", text.bytes);
                 }
@@ -118,10 +120,21 @@ static bool read_handle(const Node *handle, uint64_t *pid, uint64_t *descriptor,
     end = outer_end;
     return fine;
 }
-static const char *map_region(const Node *region, const Node *handle, Mapped *mapped) { /* what is wrong, below the region's path; NULL where nothing is */
-    uint64_t pid, descriptor, length = number(L_Region, region, "length");
+static bool attested(uint64_t pid, uint64_t descriptor, const Text *attestation) { /* by the process itself, which alone can write there (KVP-REG-ATTEST) */
+    char path[64], link[128] = "", row[32];
+    bool found = false;
+    snprintf(path, sizeof path, "/proc/%llu/fd/%llu", (unsigned long long)pid, (unsigned long long)descriptor);
+    if (readlink(path, link, sizeof link - 1) < 0 || strcmp(link, "/memfd:kvproto-attestations (deleted)")) return false;
+    FILE *file = fopen(path, "r");
+    for (int n = 0; file && n < 65536 && !found && fread(row, sizeof row, 1, file); n++) found = !memcmp(row, attestation->text, sizeof row);
+    if (file) fclose(file);
+    return found;
+}
+static const char *map_region(const Node *region, const Node *handle, const Text *attestation, Mapped *mapped) { /* what is wrong, below the region's path; NULL where nothing is */
+    uint64_t pid, descriptor, attestations, length = number(L_Region, region, "length");
     char nonce[33], path[64], wanted[64], link[128] = "";
-    if (!read_handle(handle, &pid, &descriptor, nonce) || pid > INT32_MAX || descriptor > INT32_MAX) return "handles";
+    if (!read_handle(handle, &pid, &descriptor, nonce, &attestations) || pid > INT32_MAX || descriptor > INT32_MAX) return "handles";
+    if (!attested(pid, attestations, attestation)) return "handles";
     snprintf(path, sizeof path, "/proc/%llu/fd/%llu", (unsigned long long)pid, (unsigned long long)descriptor);
     snprintf(wanted, sizeof wanted, "/memfd:kvproto-%s (deleted)", nonce);
     if (readlink(path, link, sizeof link - 1) < 0 || strcmp(link, wanted)) return "handles";
@@ -145,19 +158,22 @@ static void map_regions(Session *session, const Node *regions) {
     if (!known) deny("NO_TRANSPORT", "regions[0].handles", pool.shared ? "SHM, on this host" : "INLINE", "others");
     sink->regions = calloc(regions->count + 1, sizeof *sink->regions);
     if (!sink->regions) abort();
+    Text attestation = attestation_of(session->id, 1, me.name, 0, 0, sink->engine, sink->replica, session->rank);
     for (size_t i = 0; i < regions->count; i++) {
         const Node *handle = handle_known(&regions->items[i]);
-        const char *wrong = !handle ? "handles" : pool.shared ? map_region(&regions->items[i], handle, &sink->regions[sink->region_count]) : NULL;
+        const char *wrong = !handle ? "handles" : pool.shared ? map_region(&regions->items[i], handle, &attestation, &sink->regions[sink->region_count]) : NULL;
         if (!wrong) {
             sink->region_count += pool.shared;
             continue;
         }
+        free(attestation.text);
         for (size_t n = 0; n < sink->region_count; n++) munmap(sink->regions[n].bytes, sink->regions[n].length);
         free(sink->regions);
         sink->regions = NULL;
         sink->region_count = 0;
         deny_at("TRANSPORT_FAILED", "regions[%zu]", i, wrong, -1, "memory that can be mapped", "none");
     }
+    free(attestation.text);
 }
 
 /* ---- Register ---- */

@@ -21,7 +21,7 @@ struct Session { /* with one rank of the peer */
     int state;
     bool verify, known, writer_ended; /* known: the source's rank has said who it is */
     int writer; /* the process that writes into this sink's memory, as a descriptor; 0 where it is not watched */
-    uint64_t rank, id, version, sequence, next_request, max_body, max_transfers, total, counted; /* rank: the peer's; version: of the peer's Description; total, counted: bytes of Data */
+    uint64_t rank, replica, id, version, sequence, next_request, max_body, max_transfers, total, counted; /* rank, replica: the peer's; version: of the peer's Description; total, counted: bytes of Data */
     Request *requests;
     Block *memory; /* of the Description and the plan */
     Side *side;
@@ -97,6 +97,28 @@ static bool start_of(uint64_t pid, uint64_t *start) { /* field 22 of what /proc 
 static uint64_t pid_namespace(void) {
     struct stat about;
     return stat("/proc/self/ns/pid", &about) ? 0 : (uint64_t)about.st_ino;
+}
+
+/* ---- whose memory it is ---- */
+
+static Text attestation_of(uint64_t session, int access, const char *source, uint64_t source_replica, uint64_t source_rank, const char *sink, uint64_t sink_replica, uint64_t sink_rank) { /* 32 bytes */
+    const char *engines[2] = {source, sink};
+    uint64_t replicas[2] = {source_replica, sink_replica}, ranks[2] = {source_rank, sink_rank};
+    char digest[32];
+    Text found = {0};
+    made.size = 0;
+    put_number(0x98, 1);
+    put_uint(session);
+    put_uint((uint64_t)access);
+    for (int i = 0; i < 2; i++) {
+        put_head(0xa0, 32, (const uint8_t[]){0xd9, 0xda, 0xdb, 0}, strlen(engines[i]));
+        add(&made, engines[i], strlen(engines[i]));
+        put_uint(replicas[i]);
+        put_uint(ranks[i]);
+    }
+    sha256(made.text, made.size, digest);
+    add(&found, digest, sizeof digest);
+    return found;
 }
 
 /* ---- frames out ---- */

@@ -23,6 +23,7 @@ static void grant_credit(Session *session);
 static bool hear_transfer(Session *session, const Layout *layout, const Node *map);
 static void refused_transfer(Session *session, int layout, const Node *map);
 static void answered_by_error(Session *session, uint64_t request, const char *name);
+static void attest(Session *session, bool holds);
 
 /* ---- a session's life ---- */
 
@@ -40,6 +41,7 @@ static void end_session(Session *session, const char *why, bool say_goodbye) {
     form(&json, "{\"session\": \"%llu\", \"reason\": \"%s\"}", (unsigned long long)session->id, why);
     if (say_goodbye && session->id) notice(session, L_Goodbye, json.text);
     free(json.text);
+    if (pool.shared && session->state >= REGISTERING) attest(session, false);
     session->state = CLOSED;
     drop_requests(session, L_Abort); /* what nothing is proven of is asked on (KVP-END-LATE) */
     lost(session, why);
@@ -125,6 +127,7 @@ static void welcome(Session *session, const Node *map) {
     if (!pool.shared && !inlined) deny("FEATURE_MISSING", "features", "INLINE", "what lacks it");
     known->incarnation = run;
     session->rank = rank;
+    session->replica = number(L_Welcome, map, "replica");
     session->max_body = number(L_Limits, limits, "max_body");
     session->max_transfers = number(L_Limits, limits, "max_transfers");
     for (size_t i = 0; i < session->source->endpoint_count; i++) free(session->source->endpoints[i].address);
@@ -151,26 +154,40 @@ static Session *session_of(const Source *source, uint64_t rank) {
     while (each && (each->state == CLOSED || each->rank != rank)) each = each->next;
     return each;
 }
+static int attestations = -1; /* a file of 32 bytes for each session, and zeros in places that are free */
+static void attest(Session *session, bool holds) { /* that this process has memory registered in it, or no longer (KVP-REG-W-ATTEST) */
+    static const char unused[32];
+    char row[32];
+    off_t place = 0;
+    if (attestations < 0 && (attestations = memfd_create("kvproto-attestations", MFD_CLOEXEC)) < 0) abort();
+    Text own = attestation_of(session->id, 1, session->source->name, session->replica, session->rank, me.name, 0, 0);
+    while (pread(attestations, row, sizeof row, place) == sizeof row && memcmp(row, holds ? unused : own.text, sizeof row)) place += sizeof row;
+    bool found = pread(attestations, row, sizeof row, place) == sizeof row;
+    if ((holds || found) && pwrite(attestations, holds ? own.text : unused, sizeof row, place) != sizeof row) abort();
+    free(own.text);
+}
 static void form_region(Text *text) {
     uint8_t boot[16];
     this_boot(boot);
     form(text, "[{\"id\": \"0\", \"base\": \"0\", \"length\": \"%zu\", \"kind\": \"HOST\", \"boot\": \"", pool.size);
     form_hex(text, boot, 16);
     form(text, "\", \"handles\": [{\"transport\": \"%s\", \"data\": \"", pool.shared ? "SHM" : "INLINE");
-    if (pool.shared) { /* an array of PID, descriptor and nonce */
+    if (pool.shared) { /* an array of PID, descriptor, nonce, and descriptor of attestations */
         made.size = 0;
-        put_number(0x93, 1);
+        put_number(0x94, 1);
         put_uint((uint64_t)getpid());
         put_uint((uint64_t)pool.fd);
         put_number(0xd9, 1);
         put_number(32, 1);
         add(&made, pool.nonce, 32);
+        put_uint((uint64_t)attestations);
         form_hex(text, made.text, made.size);
     }
     form(text, "\"}]}]");
 }
 static void register_memory(Session *session) {
     Text json = {0};
+    if (pool.shared) attest(session, true);
     form(&json, ", \"source\": \"");
     form_hex(&json, session->digest, 32);
     form(&json, "\", \"sink\": \"");

@@ -16,7 +16,7 @@ from cuda.core import Buffer, Device
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport.cuda.descriptors import fetch, offer, withdraw
 from kvproto.transport.cuda.driver import call, current, driver, enable_peer, ordinal_of, pointer_attribute, uuid
-from kvproto.transport.process import boot_id, pid_namespace, start_time
+from kvproto.transport.process import attestations, attested, boot_id, pid_namespace, start_time
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region
 
@@ -187,7 +187,7 @@ class DeviceMemory:
 
 def _encode(kind: int, offset: int, size: int, body: Any) -> Handle:
     pid = os.getpid()
-    data = msgpack.packb([kind, pid, start_time(pid), _NONCE, offset, size, body])
+    data = msgpack.packb([kind, pid, start_time(pid), _NONCE, offset, size, body, attestations.fd])
     return Handle(transport=Transport.CUDA, data=data)
 
 
@@ -201,8 +201,8 @@ class _OpenAllocation:
 
 _open_allocations: dict[tuple[int, bytes], _OpenAllocation] = {}
 """Allocations by device and handle: a context opens one only once, however many regions lie in it."""
-_HandleFields = tuple[int, int, int, bytes, int, int, Any]
-"""The fields of a handle: kind, process, its start, nonce, offset, size, and what opens the allocation."""
+_HandleFields = tuple[int, int, int, bytes, int, int, Any, int]
+"""Kind, process, its start, nonce, offset, size, what opens the allocation, and the descriptor of attestations."""
 
 
 @attrs.define
@@ -228,8 +228,11 @@ class MappedDeviceMemory:
             opened.close()
 
 
-def connect(region: Region, path: str, device: int) -> MappedDeviceMemory:
-    """Map a peer's region for kernels on `device`; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED."""
+def connect(region: Region, path: str, device: int, attestation: bytes | None = None) -> MappedDeviceMemory:
+    """Map a peer's region for kernels on `device`; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED.
+
+    An owner on this host has to have written `attestation`, if one is passed (KVP-REG-ATTEST).
+    """
     here = region.boot == boot_id()
     try:
         read = [_decode(bytes(h.data)) for h in region.handles if h.transport == Transport.CUDA]
@@ -240,12 +243,14 @@ def connect(region: Region, path: str, device: int) -> MappedDeviceMemory:
     usable = next((handle for handle in read if near or handle[0] == _FABRIC), read[0] if here and read else None)
     if usable is None:
         raise _unreachable(f"{path}.handles", "CUDA on this host, or a FABRIC handle", "none", "use a common transport")
-    kind, pid, began, nonce, *_ = usable
+    kind, pid, began, nonce, *_, attested_fd = usable
     if kind == _FABRIC and not has_fabric(device):
         advice = "run IMEX on both hosts of one NVLink domain, or use transport NIXL"
         raise _unreachable(f"{path}.handles", f"no FABRIC handles at {uuid(device)}", "a FABRIC handle", advice)
     if not here:
         return _mapped(region, path, device, usable)
+    if near and attestation is not None:
+        _check_attested(path, pid, attested_fd, attestation)
     current(device)
     owner = ordinal_of(region.device or "")
     if owner is None:
@@ -268,8 +273,17 @@ def connect(region: Region, path: str, device: int) -> MappedDeviceMemory:
     return _mapped(region, path, device, usable)
 
 
+def _check_attested(path: str, pid: int, fd: int, attestation: bytes) -> None:
+    try:
+        yours = "" if attested(pid, fd, attestation) else "another's"
+    except OSError as error:
+        yours = error.strerror or type(error).__name__
+    if yours:
+        raise _failed(path, f"memory that process {pid} has registered in this session", yours)
+
+
 def _mapped(region: Region, path: str, device: int, handle: _HandleFields) -> MappedDeviceMemory:
-    kind, pid, _, _, offset, size, body = handle
+    kind, pid, _, _, offset, size, body, _ = handle
     if offset + region.length > size:
         raise _failed(path, "a region inside its allocation", f"{offset} + {region.length} of {size}")
     key = (device, msgpack.packb(body))
@@ -318,8 +332,9 @@ _OPEN: dict[int, Callable[[int, Any], _OpenAllocation]] = {
 
 
 def _decode(data: bytes) -> _HandleFields:
-    kind, pid, began, nonce, offset, size, body = msgpack.unpackb(data)
-    good = all(type(n) is int and n >= 0 for n in (kind, pid, began, offset, size)) and type(nonce) is bytes
+    kind, pid, began, nonce, offset, size, body, attested_fd = msgpack.unpackb(data)
+    numbers = kind, pid, began, offset, size, attested_fd
+    good = all(type(n) is int and n >= 0 for n in numbers) and type(nonce) is bytes
     if good and kind == _LEGACY:
         good = type(body) is bytes and len(body) == 64
     elif good:
@@ -329,7 +344,7 @@ def _decode(data: bytes) -> _HandleFields:
             good &= type(token) is bytes and len(token) == name and type(length) is int and 0 < length < 1 << 48
     if not good:
         raise ValueError("not a handle")
-    return kind, pid, began, nonce, offset, size, body
+    return kind, pid, began, nonce, offset, size, body, attested_fd
 
 
 def _unreachable(path: str, mine: str, yours: str, advice: str) -> RemoteError:

@@ -52,11 +52,16 @@ class CudaTransport(base.Transport):
         return base.Exposure({id: region.region.handles for id, region in memory.items()})
 
     def connect(
-        self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
+        self,
+        regions: Sequence[Region],
+        used: Collection[int],
+        writes: bool,
+        features: Collection[int],
+        attestation: bytes,
     ) -> base.Connection:
         """Map each region; raises what `kvproto.transport.cuda.memory.connect` raises."""
         device = self.copier.device
-        return base.connect_each(regions, used, lambda region, path: connect_device(region, path, device))
+        return base.connect_each(regions, used, lambda region, path: connect_device(region, path, device, attestation))
 
     def prepare(self, move: base.Move) -> None:
         """Upload the table of operations, and load the kernels that it needs."""

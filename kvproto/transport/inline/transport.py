@@ -167,7 +167,12 @@ class InlineTransport(base.Transport):
         return base.Exposure(dict.fromkeys(memory, (handle,)), packed=delivery)
 
     def connect(
-        self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
+        self,
+        regions: Sequence[Region],
+        used: Collection[int],
+        writes: bool,
+        features: Collection[int],
+        attestation: bytes,
     ) -> base.Connection:
         """Map nothing; raises NO_TRANSPORT without feature INLINE, or to read (KVP-REG-INLINE)."""
         if not writes or Feature.INLINE not in features:

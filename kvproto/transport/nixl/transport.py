@@ -103,7 +103,12 @@ class NixlTransport(base.Transport):
     # as a source
 
     def connect(
-        self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
+        self,
+        regions: Sequence[Region],
+        used: Collection[int],
+        writes: bool,
+        features: Collection[int],
+        attestation: bytes,
     ) -> base.Connection:
         """Reach the peer's pages or staging slots, checking the link; raises NO_TRANSPORT or TRANSPORT_FAILED."""
         if not writes:

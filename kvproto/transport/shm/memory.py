@@ -21,7 +21,7 @@ import numpy as np
 
 from kvproto.errors import LocalError, RemoteError
 from kvproto.transport.base import handle_of
-from kvproto.transport.process import boot_id
+from kvproto.transport.process import attestations, attested, boot_id, pid_namespace
 from kvproto.transport.tensors import CPU
 from kvproto.wire.enums import ErrorCode, MemoryKind
 from kvproto.wire.enums import Transport as TransportCode
@@ -94,6 +94,7 @@ class SharedMemory:
             raise _short(length, f"{left} that could be free", "make the pools smaller")
         self._nonce, self._fd = secrets.token_hex(16), -1
         try:
+            self._attested = attestations.fd
             self._fd = os.memfd_create(_NAME + self._nonce, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.posix_fallocate(self._fd, 0, length)
             # truncating it would kill peers that have mapped it
@@ -124,9 +125,17 @@ class SharedMemory:
     @property
     def region(self) -> Region:
         """Its entry in Register."""
-        data = msgpack.packb([os.getpid(), self._fd, self._nonce])
+        data = msgpack.packb([os.getpid(), self._fd, self._nonce, self._attested])
         handle = Handle(transport=TransportCode.SHM, data=data)
-        return Region(id=self.id, base=0, length=self.length, kind=MemoryKind.HOST, boot=boot_id(), handles=(handle,))
+        return Region(
+            id=self.id,
+            base=0,
+            length=self.length,
+            kind=MemoryKind.HOST,
+            boot=boot_id(),
+            namespace=pid_namespace(),
+            handles=(handle,),
+        )
 
     def close(self) -> None:
         """Release it; peers that have mapped it keep it until they unmap it. Raises BufferError while arrays use it."""
@@ -144,14 +153,21 @@ def owner_of(address: int, length: int) -> SharedMemory | None:
     return next((m for m in _owned if m.address <= address and address + length <= m.address + m.length), None)
 
 
-def connect(region: Region, path: str) -> SharedMapping:
-    """Map a peer's region; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED, at `path`."""
+def connect(region: Region, path: str, attestation: bytes | None = None) -> SharedMapping:
+    """Map a peer's region; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED, at `path`.
+
+    Its owner has to have written `attestation`, if one is passed (KVP-REG-ATTEST).
+    """
     handle = handle_of(region, path, TransportCode.SHM)
     if region.boot != boot_id():
         theirs = bytes(region.boot or b"").hex() or "none"
         advice = "SHM reaches memory of the same host only: use a transport between hosts"
         raise RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.boot", boot_id().hex(), theirs, advice)
-    pid, fd, nonce = _fields(handle, path)
+    if region.namespace not in (None, pid_namespace()):
+        mine, yours = f"PID namespace {pid_namespace()}", f"another, {region.namespace}"
+        advice = "share it (in Kubernetes, shareProcessNamespace or hostPID), or offer INLINE or NIXL too"
+        raise RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.namespace", mine, yours, advice)
+    pid, fd, nonce, attested_fd = _fields(handle, path)
     link = f"/proc/{pid}/fd/{fd}"
     try:
         name = os.readlink(link).split(" ")[0].removeprefix("/memfd:")
@@ -173,6 +189,8 @@ def connect(region: Region, path: str) -> SharedMapping:
         size = os.fstat(opened).st_size
         if size < region.length:
             raise _failed(path, f"a file of {region.length} bytes, as the region says", f"{size} bytes", _SEND_AGAIN)
+        if attestation is not None and not attested(pid, attested_fd, attestation):
+            raise _failed(path, f"memory that process {pid} has registered in this session", "another's", _OWN)
         return SharedMapping(opened, region.length)
     except OSError as error:
         said = error.strerror or type(error).__name__
@@ -191,18 +209,22 @@ def owning_process(regions: Iterable[Region]) -> int | None:
 
 
 _SEND_AGAIN = "send the handle of memory that is still there"
+_OWN = "register memory of your own, and attest the session before you do (KVP-REG-ATTEST)"
 
 
-def _fields(handle: Handle, path: str) -> tuple[int, int, str]:
-    """The process, descriptor and nonce that a handle states."""
+def _fields(handle: Handle, path: str) -> tuple[int, int, str, int]:
+    """The process, descriptor, nonce and descriptor of attestations that a handle states."""
     try:
-        pid, fd, nonce = msgpack.unpackb(bytes(handle.data))
+        pid, fd, nonce, attested_fd = msgpack.unpackb(bytes(handle.data))
     except (ValueError, TypeError, msgpack.UnpackException):
-        pid = fd = nonce = None
-    if type(pid) is not int or type(fd) is not int or type(nonce) is not str or pid < 1 or fd < 0:
+        pid = fd = nonce = attested_fd = None
+    numbers = all(type(number) is int and number >= 0 for number in (pid, fd, attested_fd))
+    if not numbers or pid < 1 or type(nonce) is not str:
         advice = "send the handle that registration.md describes"
-        raise _failed(path, "msgpack of [process, descriptor, nonce]", f"{len(handle.data)} other bytes", advice)
-    return pid, fd, nonce
+        raise _failed(
+            path, "msgpack of [process, descriptor, nonce, descriptor]", f"{len(handle.data)} other bytes", advice
+        )
+    return pid, fd, nonce, attested_fd
 
 
 def _sealed(fd: int) -> bool:

@@ -66,14 +66,19 @@ class ShmTransport(base.Transport):
         return base.Exposure({id: region.region.handles for id, region in memory.items()})
 
     def connect(
-        self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
+        self,
+        regions: Sequence[Region],
+        used: Collection[int],
+        writes: bool,
+        features: Collection[int],
+        attestation: bytes,
     ) -> base.Connection:
         """Map each region; raises what `kvproto.transport.shm.memory.connect` raises."""
         # opened first: the nonces that are then checked name the process that is watched, however PIDs are used again
         pid = owning_process(region for region in regions if region.id in used) if writes else None
         watch = Watch.of_pid(pid) if pid is not None else None
         try:
-            connection = base.connect_each(regions, used, connect)
+            connection = base.connect_each(regions, used, partial(connect, attestation=attestation))
         except KvprotoError:
             if watch is not None:
                 watch.close()

@@ -44,7 +44,7 @@ class Forgery:
         return one.frame
 
     def _other(self, region: Any) -> Any:
-        data = msgpack.packb([os.getpid(), self._fd, self._nonce])
+        data = msgpack.packb([os.getpid(), self._fd, self._nonce, 0])
         some = (attrs.evolve(h, data=data) if h.transport == Transport.SHM else h for h in region.handles)
         return attrs.evolve(region, handles=tuple(some))
 

@@ -269,6 +269,22 @@ def _asked_back(run: DecodeRun) -> None:
     run.hand_over([source])
 
 
+@scenario("LIVE-1167", "a source registers memory in a session that its owner does not attest", "KVP-REG-ATTEST",
+          role="sink", guards="Decode reads a cache that belongs to somebody else.", extensions=("PULL",),
+          maps=True)  # fmt: skip
+def _of_another(run: DecodeRun) -> None:
+    source = run.connected(offered=["PULL", "VERIFY"])
+    assert isinstance(source, PullSource)
+    source.welcome()
+    run.chosen(source)
+    source.describe()
+    Source.registered(source)
+    asked = source.register(attests=False)
+    id = asked.fields["request"]
+    found = source.expect("Refused", "Error", where=lambda f: f["request"] == id, again=asked, clause="KVP-REG-ATTEST")
+    run.check("code", found.fields["code"] == "TRANSPORT_FAILED", found.fields["code"], "KVP-REG-ATTEST")
+
+
 @scenario("LIVE-1180", "a lease ends when its offer was read long ago", "KVP-PUL-READ", role="sink", slow=True,
           guards="The end of a lease that nobody needs any more costs whatever is under way.",
           extensions=("PULL",))  # fmt: skip

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
+
 from kvproto_conformance.live import world
-from kvproto_conformance.live.memory import Shared
+from kvproto_conformance.live.memory import Shared, attestation
 from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.scenario import scenario
 from kvproto_conformance.live.sink import Sink
@@ -19,6 +21,7 @@ Codes = str | tuple[str, ...]
 Change = Callable[[Json, Sink], Json]
 
 _STRAY = "Writes leave the pages: somebody else's memory is changed in silence."
+_THEIRS = "Whoever was told of an engine's memory has another engine write there."
 _ROUTES = "The two sides have computed different routes, and each believes its own."
 _OTHER = "Engines of another model, dtype or tokenizer are joined, and the answer is noise."
 
@@ -48,7 +51,41 @@ def _handle(make: Callable[[Shared], tuple[str, str]]) -> Change:
 def _unsealed(good: Json, sink: Sink) -> Json:
     assert sink.memory is not None
     sink.spare = Shared(sink.memory.bytes.size, sealed=False)
-    return {"regions": [good["regions"][0] | {"handles": [{"transport": "SHM", "data": sink.spare.handle()}]}]}
+    sink.spare.attest(sink.attestation())
+    return _spare(good, sink.spare.handle())
+
+
+def _unattested(good: Json, sink: Sink) -> Json:
+    """Memory of an owner that has written the attestations of other sessions, one in each way."""
+    assert sink.memory is not None
+    sink.spare = Shared(sink.memory.bytes.size)
+    (engine, replica, rank), mine = sink.peer_place, (sink.name, 0, sink.rank)
+    theirs, session = (engine, replica, rank), int(sink.session)
+    for wrong in (
+        (session ^ 1, "WRITE", theirs, mine),
+        (session, "READ", theirs, mine),
+        (session, "WRITE", mine, theirs),
+        (session, "WRITE", (engine + "2", replica, rank), mine),
+        (session, "WRITE", (engine, replica + 1, rank), mine),
+        (session, "WRITE", (engine, replica, rank + 1), mine),
+        (session, "WRITE", theirs, (sink.name + "2", 0, sink.rank)),
+        (session, "WRITE", theirs, (sink.name, 1, sink.rank)),
+        (session, "WRITE", theirs, (sink.name, 0, sink.rank + 1)),
+    ):
+        sink.spare.attest(attestation(str(wrong[0]), *wrong[1:]))
+    return _spare(good, sink.spare.handle())
+
+
+def _attested_by_a_cache(good: Json, sink: Sink) -> Json:
+    """Memory whose own bytes, which peers write, are those of an attestation."""
+    assert sink.memory is not None
+    sink.spare = Shared(sink.memory.bytes.size)
+    sink.spare.bytes[:32] = np.frombuffer(sink.attestation(), np.uint8)
+    return _spare(good, sink.spare.handle(attestations=sink.spare.fd))
+
+
+def _spare(good: Json, data: str) -> Json:
+    return {"regions": [good["regions"][0] | {"handles": [{"transport": "SHM", "data": data}]}]}
 
 
 def _not_memory(memory: Shared) -> tuple[str, str]:
@@ -143,6 +180,10 @@ REGISTERS: list[tuple[str, str, Change, str, Codes, str | None, str, str]] = [
      "Refused", "OUT_OF_REGION", "columns[0].item_stride[0]", "KVP-REG-REGION", _STRAY),
     ("LIVE-528", "columns of a group that nobody has", _more_columns,
      "Refused", "BAD_COLUMNS", "columns", "KVP-REG-COLUMNS", _STRAY),
+    ("LIVE-531", "memory of an owner that attests other sessions", _unattested,
+     "Refused", "TRANSPORT_FAILED", "regions[0].handles", "KVP-REG-ATTEST", _THEIRS),
+    ("LIVE-532", "memory whose own bytes attest the session", _attested_by_a_cache,
+     "Refused", "TRANSPORT_FAILED", "regions[0].handles", "KVP-REG-ATTEST", _THEIRS),
     ("LIVE-529", "a second region that cannot be mapped", _second_region,
      "Refused", "TRANSPORT_FAILED", "regions[1].handles", "KVP-REG-FAIL", "Half of a memory stays mapped for ever."),
     ("LIVE-526", "epoch 0", lambda g, s: {"epoch": "0"},
@@ -268,5 +309,5 @@ for _made, _rows, _name in ((_register, REGISTERS, "Register"), (_describe, DESC
             "KVP-ERR-ALONE",
             guards=_guards,
             level="L4",
-            maps=_clause == "KVP-REG-FAIL" or "another host" in _what,
+            maps=_clause in ("KVP-REG-FAIL", "KVP-REG-ATTEST") or "another host" in _what,
         )(_made(_change, _by, _codes, _path, _clause))
