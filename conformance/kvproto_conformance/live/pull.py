@@ -186,7 +186,7 @@ class PullSink(Sink):
             try:
                 mapped, view, _ = map_region(region, self.attestation("READ"))
             except Unattested as error:
-                raise Missed(str(error), "KVP-REG-W-ATTEST") from error
+                raise Missed(str(error), "KVP-REG-ATTEST") from error
             self._maps.append(mapped)
             regions[int(region["id"])] = view
         self.lent = fields["epoch"], fields["columns"], regions

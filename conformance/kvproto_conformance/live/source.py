@@ -162,7 +162,7 @@ class Source(Peer):
                 try:
                     mapped, view, nonce = map_region(region, self.attestation())
                 except Unattested as error:
-                    raise Missed(str(error), "KVP-REG-W-ATTEST") from error
+                    raise Missed(str(error), "KVP-REG-ATTEST") from error
                 self.nonces.append(nonce)
                 self._maps.append(mapped)
                 self.regions[int(region["id"])] = view

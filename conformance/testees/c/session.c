@@ -155,7 +155,7 @@ static Session *session_of(const Source *source, uint64_t rank) {
     return each;
 }
 static int attestations = -1; /* a file of 32 bytes for each session, and zeros in places that are free */
-static void attest(Session *session, bool holds) { /* that this process has memory registered in it, or no longer (KVP-REG-W-ATTEST) */
+static void attest(Session *session, bool holds) { /* that this process has memory registered in it, or no longer (KVP-REG-ATTEST) */
     static const char unused[32];
     char row[32];
     off_t place = 0;
