@@ -22,7 +22,7 @@ from kvproto.errors import KvprotoError, LocalError, WireError, bad
 from kvproto.transport import bench, find, names
 from kvproto.transport.bench import LAYERS, Absent, BenchPath, Constants, CostedWay, CostKind, Floor, Measured, Sample
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.plain import read_json
+from kvproto.wire.plain import read_file, read_json
 
 LENGTHS = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 _QUICK_LENGTHS = (256, 4 << 10, 64 << 10, 1 << 20, 64 << 20)
@@ -117,7 +117,7 @@ def load(path: Path) -> Probe:
     advice = "write one with `kvproto probe --out FILE`"
     try:
         return Probe.from_dict(
-            read_json(path.read_bytes(), str(path), finite=False)
+            read_json(read_file(path), str(path), finite=False)
         )  # from_dict refuses NaN, with a path
     except OSError as error:
         reason = error.strerror or type(error).__name__

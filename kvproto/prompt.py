@@ -22,6 +22,7 @@ __all__ = ["Prompt", "Ticket", "check_name", "new_ticket", "read_ticket", "write
 
 _LONGEST_NAME = next(most for _, name, *_, most, _ in tables.FIELDS["Ticket"] if name == "engine")
 """The most bytes in an engine's name, as in the registry."""
+_MOST_TOKENS = tables.MAX_BODY // 4
 _LONGEST_AXIS = next(most for _, name, *_, most, _ in tables.FIELDS["Axis"] if name == "name" and most)
 """The most bytes in the name of an axis."""
 _LONGEST_TEXT = 1 << 12
@@ -101,6 +102,8 @@ def _token_ids(tokens: Any) -> npt.NDArray[np.uint32]:
         raise bad("Prompt.tokens", "a sequence of integers", f"{type(tokens).__name__}: {error}") from error
     if ids.ndim != 1 or not ids.size:
         raise bad("Prompt.tokens", "at least one token id, in one dimension", f"shape {ids.shape}")
+    if ids.size > _MOST_TOKENS:
+        raise bad("Prompt.tokens", f"at most {_MOST_TOKENS} tokens", str(ids.size))
     if ids.dtype.kind not in "iu":
         raise bad("Prompt.tokens", "integers", f"elements of type {ids.dtype}")
     wrong = np.flatnonzero((ids < 0) | (ids > U32))

@@ -19,9 +19,8 @@ from kvproto_captures.pickles import objects
 from kvproto_captures.tables import MessageTable, engines
 from kvproto_captures.values import from_msgpack, from_value
 
-__all__ = ["MOST_BYTES", "RawMessage", "messages"]
+__all__ = ["RawMessage", "messages"]
 
-MOST_BYTES = 64 << 20
 """Bytes of a capture."""
 _MOST_TEXT = 8 << 20
 _MOST_FRAMES = 64
@@ -60,8 +59,6 @@ class RawMessage:
 
 def messages(data: bytes) -> list[RawMessage]:
     """The messages of a capture, in order; raises WireError."""
-    if len(data) > MOST_BYTES:
-        raise refuse(ErrorCode.TOO_LARGE, "capture", f"at most {MOST_BYTES} bytes", len(data))
     read: list[RawMessage] = []
     for raw in _messages(data):
         if len(read) == _MOST_MESSAGES:

@@ -20,7 +20,8 @@ from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan, plan
 from kvproto.wire import to_json
 from kvproto.wire.enums import ErrorCode
-from kvproto_captures.capture import MOST_BYTES, messages
+from kvproto.wire.plain import read_file
+from kvproto_captures.capture import messages
 from kvproto_captures.compare import Difference, compare
 from kvproto_captures.fleet import Fleet
 from kvproto_captures.interpreter import read, resolve
@@ -197,19 +198,13 @@ def _failed(error: Exception) -> int:
 
 
 def _fleet(path: str, said: Mapping[str, str], engine: str | None = None, release: str | None = None) -> Fleet:
-    data = sys.stdin.buffer.read(MOST_BYTES + 1) if path == "-" else _bounded(Path(path))
-    return Fleet.of(resolve([read(raw, engine, release) for raw in messages(data)]), said)
-
-
-def _bounded(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(MOST_BYTES + 1)
+    return Fleet.of(resolve([read(raw, engine, release) for raw in messages(read_file(path))]), said)
 
 
 def _is_capture(path: Path) -> bool:
     """Whether a file is not JSON, or has a known message; others are read, and refused, as Descriptions."""
     try:
-        data = _bounded(path)
+        data = read_file(path)
     except OSError:
         return False
     if data.lstrip()[:1] not in (b"{", b"["):

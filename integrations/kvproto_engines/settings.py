@@ -10,10 +10,10 @@ from typing import Any
 
 import attrs
 
-from kvproto import LocalError, Options, Seed, read_sources
+from kvproto import LocalError, Options, Seed, Ticket, read_sources
 from kvproto.errors import ErrorCode
 
-__all__ = ["checked", "of_environment", "refuse"]
+__all__ = ["checked", "kept", "of_environment", "refuse"]
 
 
 def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool, **usual: Any) -> dict[str, Any]:
@@ -73,6 +73,11 @@ def of_environment(variable: str, such_as: str) -> Any:
         return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
     except (OSError, ValueError) as error:
         raise refuse(variable, "", mine, str(error), "correct it") from None
+
+
+def kept(ticket: Ticket, seconds: float) -> Ticket:
+    """The ticket of a request whose pages are kept for `seconds` at most, whatever the client that made it has said."""
+    return attrs.evolve(ticket, deadline=min(ticket.deadline, max(int(seconds * 1000), 1)))
 
 
 def refuse(where: str, path: str, mine: str, yours: str, advice: str) -> LocalError:

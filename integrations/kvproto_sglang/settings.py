@@ -9,7 +9,7 @@ import attrs
 
 from kvproto import LocalError, Options, Seed, Ticket
 from kvproto.errors import ErrorCode
-from kvproto_engines.settings import checked, of_environment, refuse
+from kvproto_engines.settings import checked, kept, of_environment, refuse
 from kvproto_sglang.metadata import SETS
 from kvproto_sglang.tickets import DEADLINE, Asked, ticket_of
 
@@ -95,7 +95,7 @@ class Settings:
         if not (known or asked.ticket is not None or host is None):
             advice = "correct the host or the bootstrap port that the load balancer has, or this engine's `name`"
             raise LocalError(ErrorCode.WRONG_PEER, "bootstrap_host", self.name, f"{host}:{port}", advice)
-        return asked.ticket or ticket_of(request.bootstrap_room, self.name, replica, self.deadline)
+        return kept(asked.ticket or ticket_of(request.bootstrap_room, self.name, replica, self.deadline), self.deadline)
 
     def replicas(self, name: str) -> int:
         """Of a prefill engine."""

@@ -91,7 +91,7 @@ def prompt_of(request: Any, only: bool = False) -> Prompt:
         raise _bad("a prompt of tokens", "one of embeddings")
     adapter = request.lora_request.lora_name if request.lora_request is not None else ""
     seen = getattr(request, "mm_features", None) or ()
-    salts = [hashlib.sha256(f"{f.modality}:{f.identifier}".encode()).digest() for f in seen]
+    salts = [hashlib.sha256(f"{f.modality}:{f.identifier}".encode(errors="surrogatepass")).digest() for f in seen]
     return Prompt(request.prompt_token_ids, adapter, salts)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from kvproto import KvprotoError, Prompt, Ticket, new_ticket
+from kvproto_engines.settings import kept
 from kvproto_vllm.orders import Computed, Load, Orders, Tables
 from kvproto_vllm.params import answer, check_ours, prompt_of, read_params, shorten
 from kvproto_vllm.settings import Settings
@@ -83,6 +84,7 @@ class Scheduling:
             if asked.prefill and error is None:
                 ticket = ticket or new_ticket(here, self._replica, self._settings.deadline)
                 check_ours(ticket, here, self._replica)
+                ticket = kept(ticket, self._settings.deadline)
         except KvprotoError as refusal:
             error = refusal
         wanted = (ticket, prompt) if error is None and ticket is not None and prompt is not None else None

@@ -20,6 +20,7 @@ from kvproto.cli import describe, plans, probe, tiers, top
 from kvproto.errors import KvprotoError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.plain import read_file
 
 GROUP = "kvproto.commands"
 """The entry points of other packages: functions that add a command with its `run`, or options to another command."""
@@ -155,13 +156,11 @@ def _decode(line: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def _read(source: str) -> bytes:
-    if source == "-":
-        return sys.stdin.buffer.read()
     # os.path.exists is False for names that are too long, where Path.exists raises
     digits = "".join(source.split())
     if digits and not len(digits) % 2 and set(digits) <= set(string.hexdigits) and not os.path.exists(source):
         return bytes.fromhex(digits)
-    return Path(source).read_bytes()
+    return read_file(source)
 
 
 def _short(source: str) -> str:

@@ -27,7 +27,7 @@ from kvproto.rank.pool import columns_without_gaps
 from kvproto.transport.bench import CostedWay
 from kvproto.wire import from_json
 from kvproto.wire.enums import ErrorCode, Feature
-from kvproto.wire.plain import read_json, refuse
+from kvproto.wire.plain import read_file, read_json, refuse
 
 REFUSED = 3
 """The exit status if two Descriptions do not fit."""
@@ -130,7 +130,7 @@ def read_geometry(path: Path) -> Geometry:
 
 def _json(path: Path) -> Any:
     """The content of a JSON file; Infinity is allowed, as the config.json of Mamba models has one."""
-    return read_json(path.read_bytes(), str(path), finite=False)
+    return read_json(read_file(path), str(path), finite=False)
 
 
 def _check_printable(value: Any, path: str) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvproto.tiers.fsck import GRACE, StoreReport, check_store, delete_page, pru
 from kvproto.tiers.manifest import manifest_key
 from kvproto.tiers.store import open_store
 from kvproto.wire.messages import Manifest
+from kvproto.wire.plain import read_file
 
 _LEAST = 8
 """The fewest digits that name a namespace to delete."""
@@ -159,5 +159,4 @@ def _find(args: argparse.Namespace) -> int:
 
 
 def _tokens(file: str) -> list[int]:
-    text = sys.stdin.read() if file == "-" else Path(file).read_text()
-    return [int(token) for token in text.replace(",", " ").split()]
+    return [int(token) for token in read_file(file).decode().replace(",", " ").split()]

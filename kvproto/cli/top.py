@@ -300,7 +300,7 @@ def _line_text(line: Line) -> str:
     who = f"{line.get('engine')}/{line.get('replica')}/{line.get('rank')}"
     rest = {k: v for k, v in line.items() if k not in ("kind", "time", "level", "event", *BASE)}
     fields = " ".join(f"{k}={v:.6f}" if isinstance(v, float) else f"{k}={v}" for k, v in rest.items())
-    return _plain(f"{clock} {line.get('level'):<7} {who} {line.get('role')} {line.get('event')} {fields}".rstrip())
+    return _plain(f"{clock} {line.get('level')!s:<7} {who} {line.get('role')} {line.get('event')} {fields}".rstrip())
 
 
 def _plain(text: str) -> str:

@@ -4,19 +4,23 @@ import contextlib
 import ctypes
 import itertools
 import logging
+import os
 import resource
 import socket
 import struct
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import zmq
 from zmq.utils import z85
 
+from kvproto.errors import LocalError
 from kvproto.net.allow_list import AllowList
 from kvproto.net.libzmq import Inbox
 from kvproto.net.limits import LIST_CHECK, MAX_CLIENT_CONNECTIONS, MAX_CONNECTIONS, TURN_FRAMES
+from kvproto.wire.enums import ErrorCode
 
 _log = logging.getLogger("kvproto")
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -63,7 +67,8 @@ class Connections:
     """Counts a Listener's TCP connections, and has the kernel drop new ones while there are too many.
 
     ZeroMQ can neither stop accepting without ending its connections, nor end a single one, which `cut` does by its
-    descriptor. Clauses KVP-NET-CONNECTIONS, KVP-NET-CLIENT, KVP-NET-SILENT.
+    descriptor. An ipc address has another name while there are too many: ZeroMQ's thread ends the process if it lacks
+    a descriptor for one that it accepts. Clauses KVP-NET-CONNECTIONS, KVP-NET-CLIENT, KVP-NET-SILENT.
     """
 
     def __init__(self, context: zmq.Context[Socket], listener: Socket, allow: AllowList | None) -> None:
@@ -175,6 +180,7 @@ class Connections:
             return
         with _borrowed(self._fd) as listening:
             if listening.family == socket.AF_UNIX:
+                self._hide(Path(os.fsdecode(listening.getsockname())), all_new)
                 return
             nothing = ctypes.create_string_buffer(struct.pack("=HBBI", _RETURN, 0, 0, 0))
             program = struct.pack("@HP", 1, ctypes.addressof(nothing))
@@ -185,6 +191,31 @@ class Connections:
                     listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
             except OSError as error:  # a sandbox may not allow filters: connections are counted, but not limited
                 _log.warning("more than %d connections: new ones cannot be dropped: %s", self.most, error)
+
+    def _hide(self, path: Path, hidden: bool) -> None:
+        """Let nobody find an ipc address, or all of them again; who connects meanwhile tries again."""
+        aside = path.with_name(path.name + ".full")
+        try:
+            if hidden:
+                path.rename(aside)
+            elif not path.exists():
+                aside.rename(path)
+            else:
+                _log.error("%s was taken over by another process: stop it, and start this engine again", path)
+        except OSError as error:
+            _log.warning("%s: %s: %d connections, which are not limited", path, error.strerror, self.count)
+
+
+def check_descriptors(count: int, path: str) -> None:
+    """Raise LocalError(INTERNAL) unless this process may open so many more: ZeroMQ ends it if it lacks one."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        left = most - len(os.listdir("/proc/self/fd"))
+    except OSError:  # not one is left, or there is no /proc
+        left = 0 if os.path.isdir("/proc/self") else count
+    if left < count and most != resource.RLIM_INFINITY:
+        advice = "raise the limit of open files (ulimit -n)"
+        raise LocalError(ErrorCode.INTERNAL, path, f"{count} descriptors", f"{left} of {most} left", advice)
 
 
 _LOAD_SPAN = 1.0

@@ -13,6 +13,7 @@ import zmq
 from zmq.utils import z85
 
 from kvproto.errors import bad, check_type
+from kvproto.wire.plain import MOST_BYTES
 
 SECRET, PUBLIC = "secret.key", "public.key"
 _CHARACTERS = 40
@@ -74,7 +75,9 @@ def read_guarded(path: Path, what: str, advice: str, secret: bool = False) -> by
                 raise bad(str(path), "a file that only its owner may read, mode 0600", mode, f"chmod 600 {path}")
             if secret:
                 _check_writers(path.parent, "directory", path.parent.stat())
-            return file.read()
+            if status.st_size > MOST_BYTES:
+                raise bad(str(path), f"a file of at most {MOST_BYTES} bytes", f"{status.st_size} bytes", advice)
+            return file.read(MOST_BYTES)
     except OSError as error:
         raise bad(str(path), what, str(error.strerror), advice) from error
 

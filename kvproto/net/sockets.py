@@ -15,7 +15,7 @@ import zmq
 from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError, bad
 from kvproto.net import limits
 from kvproto.net.addresses import HostNames, check_address, encrypted
-from kvproto.net.admission import ClientLoad, Connections, Handshakes, Socket, event_of, events_of
+from kvproto.net.admission import ClientLoad, Connections, Handshakes, Socket, check_descriptors, event_of, events_of
 from kvproto.net.allow_list import AllowList
 from kvproto.net.keys import KeyPair
 from kvproto.net.libzmq import Inbox
@@ -42,6 +42,8 @@ _OPTIONS = {
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 """Options of sockets on both sides. TCP keepalive tells a lost host from a stopped process, which still answers it."""
+_SPARE = 32
+"""Descriptors that must be left before anything is opened: a context takes ten, and a connection four."""
 _BREAKS = 3
 """Handshakes that a server ends without a reason, after which it is taken to have another key."""
 
@@ -61,6 +63,7 @@ class Listener:
         self._allow = allow if keys is not None and encrypted(address) else None
         if keys is not None and encrypted(address) and allow is None:
             raise bad("allow", "an allow-list with the keys", "none", "list the clients")
+        check_descriptors(_SPARE, "listen")
         self._context: zmq.Context[Socket] = zmq.Context()
         opened: list[Socket] = []
         self._end = weakref.finalize(self, _close, self._context, opened)
@@ -181,6 +184,7 @@ class Dialer:
 
     def __init__(self, insecure: bool = False, keys: KeyPair | None = None) -> None:
         self._insecure, self._keys = insecure, keys
+        check_descriptors(_SPARE, "sources")
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._lines: dict[tuple[Any, ...], _Line] = {}
@@ -306,6 +310,7 @@ class Dialer:
     def _connect(self, key: tuple[Any, ...], server: bytes | None) -> _Line:
         address = str(key[-1])
         check_address(address, self._keys is not None and server is not None, self._insecure)
+        check_descriptors(_SPARE, "address")
         opened: list[Socket] = []
         events = None
         try:

@@ -14,7 +14,10 @@ from kvproto.session.endpoint import Endpoint
 from kvproto.session.negotiation import Terms
 from kvproto.session.sink import SinkSession
 from kvproto.wire import decode
-from kvproto.wire.enums import Feature
+from kvproto.wire.enums import ErrorCode, Feature
+
+MOST_RANKS = 256
+"""The most ranks of a replica that are watched: whoever listens could name any number of addresses."""
 
 
 class WatchSession(SinkSession):
@@ -55,6 +58,11 @@ class WatchEndpoint(Endpoint):
 
     def welcomed(self, session: WatchSession, now: float) -> None:
         """Greet the ranks that the Welcome of a session lists, and from now on no others."""
+        if len(session.endpoints) > MOST_RANKS:
+            advice = "correct the address if this is no source of yours"
+            mine, yours = f"at most {MOST_RANKS} ranks of a replica", str(len(session.endpoints))
+            session.give_up(RemoteError(ErrorCode.TOO_LARGE, "endpoints", mine, yours, advice))
+            return
         self.refused = None
         known = {s.peer.rank: str(s.conn) for s in self.sessions.values() if s.known}  # perhaps by another address
         self._ranks = {known.get(rank, address) for rank, address in session.endpoints.items()} | {self._seed}

@@ -1,13 +1,18 @@
 """JSON of unknown origin, before its meaning is known: reading it costs little, and no key may occur twice."""
 
+import contextlib
 import json
 import math
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from kvproto.errors import WireError
 from kvproto.wire.enums import ErrorCode
 
+MOST_BYTES = 64 << 20
+"""The most bytes of a file that are read."""
 DEPTH = 16
 """The most levels of maps and lists within each other."""
 _SHOWN = 200
@@ -22,6 +27,15 @@ def _shown(value: object) -> str:
     text = str(value)
     text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
     return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
+def read_file(path: str | Path) -> bytes:
+    """The content of a file, or of stdin ("-"); raises OSError, and WireError(TOO_LARGE) beyond `MOST_BYTES`."""
+    with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise refuse(ErrorCode.TOO_LARGE, str(path), f"at most {MOST_BYTES} bytes", "more")
+    return content
 
 
 def read_json(text: str | bytes, path: str, finite: bool = True) -> Any:

@@ -123,3 +123,9 @@ def test_reader_that_has_seen_enough(tmp_path: Path) -> None:
     command = f"{sys.executable} -m kvproto.cli.main decode --json {path} | head -c 10"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=True)
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize("command", [["decode"], ["plan", "/dev/zero"], ["check", "/dev/zero"]])
+def test_a_file_without_end_is_not_read(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    assert main([*command, "/dev/zero"]) == 1
+    assert "at most 67108864 bytes" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """`kvproto describe`, `check`, `plan` as a router or CI job calls them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -322,3 +323,11 @@ def test_describe_divides_tokens_layers_and_single_caches_as_told(ran: Ran) -> N
 )
 def test_sizes_that_cannot_be_are_refused_by_name(options: list[str], says: str, ran: Ran) -> None:
     assert says in ran("describe", "--preset", "deepseek-v3-eagle3", "--tp", "4", "--dcp", "2", *options, status=1)
+
+
+def test_names_in_the_page_are_text(files: dict[str, str], tmp_path: Path) -> None:
+    """A group's name is anybody's; what is written as markup into a page would run in the browser of who reads it."""
+    page = (ROOT / "kvproto/cli/page.html").read_text()
+    for written in re.findall(r"(?:innerHTML =|insertAdjacentHTML\(|inner \+=|strip \+=)(.*)", page):
+        names = re.findall(r"\w+\.name", written)
+        assert [f"text({name})" for name in names] == re.findall(r"text\(\w+\.name\)", written)

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import logging
+import os
 import re
 import resource
 import select
@@ -20,6 +21,7 @@ from kvproto.errors import LocalError
 from kvproto.net import AllowList, Dialer, KeyPair, Listener, limits, make_keys, private_address, sockets
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode
+from tests.errors import raises
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 _READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
@@ -370,3 +372,39 @@ def test_no_descriptor_is_left(dialer: Dialer, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dialer._context, "socket", full)
     with pytest.raises(LocalError, match="ulimit"):
         dialer.send((0, "tcp://127.0.0.1:1"), b"hello")
+
+
+def test_a_process_that_may_open_few_more_is_told_so_before_zeromq_ends_it(tmp_path: Path) -> None:
+    """ZeroMQ asserts that it has descriptors for its own threads."""
+    limit, dialer = resource.getrlimit(resource.RLIMIT_NOFILE), Dialer(insecure=True)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, limit[1]))
+    try:
+        with raises(LocalError, code=ErrorCode.INTERNAL, path="sources", mine="32 descriptors"):
+            Dialer(insecure=True)
+        with raises(LocalError, code=ErrorCode.INTERNAL, path="listen"):
+            Listener(private_address(tmp_path, "s"))
+        with raises(LocalError, code=ErrorCode.INTERNAL, path="address"):
+            dialer.send((0, "tcp://127.0.0.1:1"), b"hello")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    dialer.send((0, "tcp://127.0.0.1:1"), b"hello")
+    dialer.close()
+    Listener(private_address(tmp_path, "s")).close()
+
+
+def test_an_ipc_address_is_not_found_while_there_are_too_many(tmp_path: Path) -> None:
+    """KVP-NET-CONNECTIONS: those that come later are served when others have gone."""
+    listener = Listener(private_address(tmp_path, "s"))
+    listener._connections.most = 3
+    dialers = [Dialer() for _ in range(4)]
+    for dialer in dialers[:3]:
+        dialer.send(("x", listener.address), b"hello")
+        until(lambda: [*listener.receive()], listener)
+    until(lambda: [*listener.receive()] or not (tmp_path / "s").exists(), listener)
+    dialers[3].send(("x", listener.address), b"late")
+    dialers[0].close()
+    dialers[1].close()
+    assert [frame for _, frame in until(lambda: [*listener.receive()], listener)] == [b"late"]
+    assert [each.name for each in tmp_path.iterdir()] == ["s"]
+    for end in (*dialers[2:], listener):
+        end.close()

@@ -145,6 +145,12 @@ def test_a_file_that_is_no_feed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(said.err) < 1000
 
 
+def test_an_event_without_a_level_is_shown(tmp_path: Path, ran: Ran) -> None:
+    path = tmp_path / "feed"
+    path.write_bytes(b"\n".join([line(kind="event", time=1), line(kind="event", time=1, level=["x"], event={}), b""]))
+    assert len(ran("tail", path).splitlines()) == 2
+
+
 def test_nothing_drives_the_terminal(tmp_path: Path, ran: Ran) -> None:
     """KVP-SEE-TEXT, of a feed that is none of ours."""
     evil = "[red]x\x1b[2J\n"

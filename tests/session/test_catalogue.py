@@ -11,7 +11,7 @@ from kvproto.session import Party
 from kvproto.session.catalogue import Catalogue, Listed, SinkCatalogue
 from kvproto.session.limits import MAX_TOLD, PING_SILENCE, RESEND
 from kvproto.session.table import SessionState, next_session
-from kvproto.session.watching import WatchEndpoint
+from kvproto.session.watching import MOST_RANKS, WatchEndpoint
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Feature, KeyForm, Tier
 from kvproto.wire.messages import Describe, Error, Goodbye, Kept, KeptPage, Register, Watch, Watched
@@ -303,3 +303,15 @@ def test_what_another_session_is_told_is_not_taken_for_ours() -> None:
     world.run()
     world.kept(*ids(1, 5))
     assert world.has() == dict.fromkeys([*ids(3), *ids(1, 5)], Tier.DEVICE)
+
+
+def test_a_source_that_names_too_many_ranks_is_not_dialled() -> None:
+    """Each would cost the watcher a connection."""
+    world = Watching()
+    world.sources["s0"].restate(geometry(1), {rank: f"s{rank}" for rank in range(MOST_RANKS + 1)}, world.now)
+    world.dial()
+    (watcher,) = world.watchers
+    assert watcher.known() is None
+    assert watcher.refused is not None
+    assert (watcher.refused.code, watcher.refused.path) == (ErrorCode.TOO_LARGE, "endpoints")
+    assert len(watcher.sessions) <= 1

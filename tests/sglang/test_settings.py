@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from kvproto import LocalError, Seed, new_ticket, write_ticket
@@ -69,6 +70,13 @@ def test_a_ticket_goes_before_what_a_request_calls() -> None:
     ticket = new_ticket("h:1")
     called = request({"ticket": json.dumps(write_ticket(ticket))}, bootstrap_host="router", bootstrap_port=0)
     assert Settings.read(PREFILL, True).ticket_here(called, asked_of(called), 0) == ticket
+
+
+def test_what_a_client_says_of_deadlines_does_not_outlast_the_setting() -> None:
+    ticket = new_ticket("h:1", deadline=1 << 22)
+    called = request({"ticket": json.dumps(write_ticket(ticket))}, bootstrap_host="router", bootstrap_port=0)
+    made = Settings.read(PREFILL | {"deadline": 20}, True)
+    assert made.ticket_here(called, asked_of(called), 0) == attrs.evolve(ticket, deadline=20_000)
 
 
 def test_replicas_listen_apart() -> None:

@@ -110,7 +110,7 @@ def test_with_states_a_request_that_is_decoded_on_is_not_handed_over() -> None:
 
 
 def test_a_ticket_made_beforehand_is_used() -> None:
-    made, ticket = scheduling(), new_ticket("me", 2)
+    made, ticket = scheduling(), new_ticket("me", 2, 30)
     made.arrived(request(PREFILL | {"ticket": write_ticket(ticket)}))
     assert step(made).requests["a"][0] == ticket
 
@@ -291,3 +291,11 @@ def test_ranks_hear_who_handed_a_request_over() -> None:
     made.taken({"a": (0, 3)})
     assert step(made).taken == {"a": (0, 3)}
     assert step(made).taken == {}
+
+
+@pytest.mark.parametrize(("stated", "kept"), [(5, 5), (1 << 22, 30)])
+def test_what_a_client_says_of_deadlines_does_not_outlast_the_setting(stated: int, kept: int) -> None:
+    """The ticket is whoever asks; pages are this engine's."""
+    made, _ = arrived(PREFILL | {"ticket": write_ticket(new_ticket("me", 2, stated))})
+    ticket, _ = step(made).requests["a"]
+    assert ticket.deadline == 1000 * kept
