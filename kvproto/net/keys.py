@@ -70,11 +70,12 @@ def read_guarded(path: Path, what: str, advice: str, secret: bool = False) -> by
             if not stat.S_ISREG(status.st_mode):
                 raise bad(str(path), what, "no regular file", advice)
             _check_writers(path, "file", status)
-            if secret and status.st_mode & 0o077:
-                mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
-                raise bad(str(path), "a file that only its owner may read, mode 0600", mode, f"chmod 600 {path}")
             if secret:
-                _check_writers(path.parent, "directory", path.parent.stat())
+                _check_readers(path, status)
+                for folder in (path.parent, path.resolve().parent):
+                    _check_writers(folder, "directory", folder.stat())
+                for entry in _entries(path):
+                    _check_owner(entry, "file", entry.lstat())
             if status.st_size > MOST_BYTES:
                 raise bad(str(path), f"a file of at most {MOST_BYTES} bytes", f"{status.st_size} bytes", advice)
             return file.read(MOST_BYTES)
@@ -103,13 +104,42 @@ def read_tables(
         yield at, row
 
 
-def _check_writers(path: Path, kind: str, status: os.stat_result) -> None:
-    """Raise LocalError if another user owns a file or directory, or may write to it by group or other permissions."""
+def _entries(path: Path) -> Iterator[Path]:
+    """The symbolic links by which a file is reached from its directory, as in a mounted Secret, and the file."""
+    while path.is_symlink():
+        yield path
+        target = Path(os.readlink(path))
+        if len(target.parts) > 1 and not target.is_absolute():
+            yield path.parent / target.parts[0]
+        path = path.parent / target
+    yield path
+
+
+def _check_readers(path: Path, status: os.stat_result) -> None:
+    """Raise LocalError if others may read a file; groups of this process may read one of root's, as kubelet writes."""
+    ours = status.st_uid == 0 and status.st_gid in (os.getegid(), *os.getgroups())
+    if status.st_mode & (0o007 if ours else 0o077):
+        mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
+        advice = f"chmod 600 {path}; for a Secret of Kubernetes, defaultMode: 0400, or 0440 with fsGroup"
+        raise bad(str(path), "a file that only its owner may read, mode 0600", mode, advice)
+
+
+def _check_owner(path: Path, kind: str, status: os.stat_result) -> None:
+    """Raise LocalError if another user owns a file or directory."""
     if status.st_uid not in (0, os.geteuid()):
         advice = f"chown {os.geteuid()} {path}, once nothing in it is from its owner"
         raise bad(str(path), f"a {kind} of this user or of root", f"one of user {status.st_uid}", advice)
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        advice = "keep the keys in a directory of their own" if status.st_mode & stat.S_ISVTX else f"chmod go-w {path}"
+
+
+def _check_writers(path: Path, kind: str, status: os.stat_result) -> None:
+    """Raise LocalError if another user owns a file or directory, or may write to it by group or other permissions.
+
+    In a sticky directory, others can only add what is not read.
+    """
+    _check_owner(path, kind, status)
+    sticky = kind == "directory" and status.st_mode & stat.S_ISVTX
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
+        advice = f"chmod go-w {path}"
         mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
         raise bad(str(path), f"a {kind} that no other user may write to", mode, advice)
 

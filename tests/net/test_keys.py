@@ -1,5 +1,6 @@
 """Files with keys, allow-lists and sources: what is taken, and how what is not is refused."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import zmq
 
 from kvproto import Seed, read_sources
 from kvproto.errors import LocalError, RemoteError
-from kvproto.net import AllowList, make_keys, read_keys
+from kvproto.net import AllowList, KeyPair, make_keys, read_keys
 from kvproto.net.admission import ClientLoad
 from kvproto.net.keys import check_public
 from kvproto.session import Party
@@ -68,7 +69,6 @@ def test_the_advice_for_a_key_that_is_lost_can_be_followed(tmp_path: Path) -> No
         (b"0" * 41, 0o600, "41 characters"),
         (b"\xff" * 40, 0o600, "40 of them not of Z85"),
         (KEY.encode(), 0o644, "0600"),
-        (KEY.encode(), 0o640, "0600"),
         (None, 0o600, "keygen"),
     ],
 )
@@ -93,11 +93,52 @@ def test_a_folder_that_others_may_write_to(tmp_path: Path) -> None:
     folder.chmod(0o770)
     with pytest.raises(LocalError, match=r"no other user may write to, got mode 0770"):
         read_keys(folder)
+    for mode in (0o755, 0o1777):  # in a sticky one they can neither rename nor replace what is there
+        folder.chmod(mode)
+        assert read_keys(folder) == made
+
+
+def mounted(folder: Path, mode: int, group: int = -1, times: str = "..2026_11_27") -> KeyPair:
+    """A Secret as kubelet mounts it: links in a sticky directory, to a directory that is swapped."""
+    made = make_keys(folder / times)
     folder.chmod(0o1777)
-    with pytest.raises(LocalError, match="a directory of their own"):
-        read_keys(folder)
-    folder.chmod(0o755)
-    assert read_keys(folder) == made
+    for name in ("secret.key", "public.key"):
+        (folder / times / name).chmod(mode)
+        os.chown(folder / times / name, -1, group)
+        with contextlib.suppress(FileExistsError):
+            (folder / name).symlink_to(f"..data/{name}")
+    new = folder / "..data_tmp"
+    new.symlink_to(times)
+    new.rename(folder / "..data")
+    return made
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts as kubelet does")
+@pytest.mark.parametrize(("mode", "group"), [(0o400, 12345), (0o440, 0), (0o600, 0), (0o640, 0)])
+def test_a_mounted_secret(tmp_path: Path, mode: int, group: int) -> None:
+    """KVP-NET-SECRET: of a group that this process is in, or of root alone; and again when it was swapped."""
+    for day in ("..2026_11_27", "..2026_11_28"):
+        made = mounted(tmp_path, mode, group, day)
+        assert read_keys(tmp_path) == made
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize(("mode", "group"), [(0o644, 0), (0o440, 12345), (0o444, 0), (0o404, 0)])
+def test_a_mounted_secret_that_others_may_read(tmp_path: Path, mode: int, group: int) -> None:
+    """KVP-NET-SECRET: the advice names the fields to set."""
+    mounted(tmp_path, mode, group)
+    with pytest.raises(LocalError, match=r"chmod 600 .*defaultMode: 0400, or 0440 with fsGroup"):
+        read_keys(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("whose", ["secret.key", "..data", "..2026_11_27", "..2026_11_27/secret.key"])
+def test_a_mounted_secret_that_somebody_else_has_put_there(tmp_path: Path, whose: str) -> None:
+    """KVP-NET-SECRET: in a sticky directory everybody may add names."""
+    mounted(tmp_path, 0o600)
+    os.chown(tmp_path / whose, 65534, -1, follow_symlinks=False)
+    with raises(LocalError, match="one of user 65534"):
+        read_keys(tmp_path)
 
 
 def test_the_public_key_is_that_of_the_secret(tmp_path: Path) -> None:
