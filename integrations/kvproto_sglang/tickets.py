@@ -15,6 +15,7 @@ prompt itself needs, and hands over, recurrent states of the tokens before it.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ import attrs
 
 from kvproto import KvprotoError, LocalError, Prompt, Ticket, new_ticket, read_ticket
 from kvproto.errors import ErrorCode, check_type, check_whole
+from kvproto_engines.apart import salts_of
 from kvproto_sglang.metadata import MASKED
 
 __all__ = ["DEADLINE", "Asked", "asked_of", "ticket_of"]
@@ -32,6 +34,8 @@ _ROOMS = 1, (1 << 63) - 1
 """The lowest and the highest room; 0 is what SGLang reads where a request's metadata has not come."""
 _IDS = 1 << 32
 """Token ids of a model whose vocabulary SGLang does not say."""
+_ELASTIC = re.compile(r"(^|\|)elastic_ep_size=\d+$")
+"""The part of an `extra_key` that SGLang adds for the size of its expert parallel ranks, which changes no row."""
 _GIVEN, _KEYS = "custom_params.kvproto", ("ticket", "first_token", "more")
 
 
@@ -85,7 +89,15 @@ def asked_of(request: Any) -> Asked:
             check_whole(f"{_GIVEN}.{name}", each, 0, last)
     masks = MASKED if getattr(request, "return_sampling_mask", False) else ()
     needs = (*(("logprob", "sglang.top_logprobs") if request.return_logprob else ()), *masks)
-    return Asked(Prompt([*ours, *more]), len(ours), None if ticket is None else read_ticket(ticket), token, needs)
+    prompt = Prompt([*ours, *more], salts=_salts(request))
+    return Asked(prompt, len(ours), None if ticket is None else read_ticket(ticket), token, needs)
+
+
+def _salts(request: Any) -> list[bytes]:
+    """Digests of all that SGLang's keys of pages have beside tokens: `extra_key` and `cache_salt`."""
+    own = _ELASTIC.sub("", getattr(request, "extra_key", None) or "")
+    key = [hashlib.sha256(b"sglang extra_key 1\0" + own.encode()).digest()] if own else []
+    return salts_of(None, key, getattr(request, "cache_salt", None))
 
 
 def _bad(path: str, mine: str, yours: str) -> KvprotoError:

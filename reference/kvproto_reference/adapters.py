@@ -1,5 +1,6 @@
 """LoRA adapters in the form of Hugging Face's PEFT: adapter_config.json and adapter_model.safetensors."""
 
+import argparse
 import hashlib
 import json
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from torch import Tensor
 from kvproto import LocalError, adapter_digest
 from kvproto.errors import ErrorCode
 
+from .checkpoint import CHECKPOINTS, load_config
 from .errors import EngineError
 from .models import Decoder, Lora, ModelConfig, TensorParallel, cut
 from .models.config import json_object
@@ -32,6 +34,9 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), (None, {})),
 }
 """Settings beside rank and scale, and their values that are understood: others give other outputs."""
+
+_DRAWN = 4
+"""The rank of an adapter with random weights."""
 
 
 @attrs.frozen
@@ -84,6 +89,20 @@ def save_adapter(folder: Path, rank: int, alpha: float, halves: Mapping[str, tup
         for half, tensor in zip("AB", each, strict=True)
     }
     (folder / WEIGHTS_FILE).write_bytes(to_bytes(tensors))
+
+
+def draw_adapter(folder: Path, target: Path, seed: int) -> Path:
+    """Save an adapter with random weights of a target in a folder: it changes what is said from the first tokens on."""
+    config, random = load_config(target), torch.Generator().manual_seed(seed)
+    halves = {
+        source(name, config): (
+            torch.randn(_DRAWN, width, generator=random) * width**-0.5,
+            torch.randn(out, _DRAWN, generator=random) * 0.6,
+        )
+        for name, (out, width) in changeable(config).items()
+    }
+    save_adapter(folder, _DRAWN, 2.0 * _DRAWN, halves)
+    return folder
 
 
 def load_adapters(
@@ -140,3 +159,17 @@ def _rank_and_scale(adapter: Adapter) -> tuple[int, float]:
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise EngineError(f"adapter {adapter.name}: {CONFIG_FILE} has r {rank!r} and lora_alpha {alpha!r}, not numbers")
     return rank, alpha / (rank**0.5 if said.get("use_rslora") else rank)
+
+
+def main() -> None:
+    """Draw an adapter from the command line."""
+    parser = argparse.ArgumentParser(description="Save a LoRA adapter with random weights, to try adapters with.")
+    parser.add_argument("--target", type=Path, default=CHECKPOINTS / "target-mla", metavar="DIR", help="its target")
+    parser.add_argument("--seed", type=int, default=1, help="from which its weights are drawn (default 1)")
+    parser.add_argument("folder", type=Path, help="where it goes")
+    args = parser.parse_args()
+    print(f"adapter {draw_adapter(args.folder, args.target, args.seed)}")
+
+
+if __name__ == "__main__":
+    main()

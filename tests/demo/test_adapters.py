@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproto_reference.adapters import Adapters
+from kvproto_reference.adapters import Adapters, draw_adapter
 from kvproto_reference.checkpoint import CHECKPOINTS
 from kvproto_reference.demo import decode, prefill
 from kvproto_reference.demo.engines import Engines
@@ -15,7 +15,7 @@ from kvproto_reference.demo.router import Request, Router
 from kvproto_reference.engine.undivided import Undivided
 from tests.demo.test_demo import demo, nothing_is_left_behind, report
 from tests.processes import imported
-from tests.reference.adapters import drawn, two
+from tests.reference.adapters import two
 
 __all__ = ["nothing_is_left_behind"]
 imported("kvproto_reference.demo.__main__")
@@ -97,8 +97,8 @@ def test_a_decode_engine_without_the_adapter_refuses_it_by_code(tmp_path: Path) 
 
 
 def test_a_decode_engine_with_other_weights_of_that_name_gets_no_bytes(tmp_path: Path) -> None:
-    ours = drawn(tmp_path / "ours", MLA, 1)
-    theirs = drawn(tmp_path / "theirs", MLA, 2)
+    ours = draw_adapter(tmp_path / "ours", MLA, 1)
+    theirs = draw_adapter(tmp_path / "theirs", MLA, 2)
     with pair(tmp_path / "kv", [f"--adapter=red={ours}"], [f"--adapter=red={theirs}"]) as router:
         request = asked(router, "red")
         assert "CONTENT_MISMATCH" in str(request.error)
@@ -116,7 +116,7 @@ def test_a_decode_engine_with_other_weights_of_that_name_gets_no_bytes(tmp_path:
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(args: list[str], says: str, tmp_path: Path) -> None:
-    result = demo("--adapter", f"red={drawn(tmp_path / 'red', MLA, 1)}", *args)
+    result = demo("--adapter", f"red={draw_adapter(tmp_path / 'red', MLA, 1)}", *args)
     assert result.status == 1
     assert says in result.said
 

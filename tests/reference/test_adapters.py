@@ -18,6 +18,7 @@ from kvproto_reference.adapters import (
     adapters_of,
     changeable,
     chosen,
+    draw_adapter,
     load_adapters,
 )
 from kvproto_reference.cache import PageAllocator
@@ -29,7 +30,7 @@ from kvproto_reference.engine.undivided import Undivided
 from kvproto_reference.errors import EngineError
 from kvproto_reference.models import SOLO
 from kvproto_reference.models.hf import source
-from tests.reference.adapters import ALPHA, RANK, drawn, two
+from tests.reference.adapters import two
 from tests.reference.test_reference_prefix import shards
 
 TARGETS = {kind: checkpoint.CHECKPOINTS / f"target-{kind}" for kind in ("mla", "gqa", "moe", "hybrid")}
@@ -55,7 +56,7 @@ def merged(target: Path, adapter: Path, folder: Path) -> Path:
     for name in changeable(config):
         module = "base_model.model." + source(name, config).removesuffix(".weight")
         down, up = (halves[f"{module}.lora_{half}.weight"] for half in "AB")
-        weights[name] = weights[name] + ALPHA / RANK * up @ down
+        weights[name] = weights[name] + 2.0 * up @ down
     folder.mkdir()
     (folder / checkpoint.CONFIG_FILE).write_text(config.to_json())
     save_file(weights, folder / checkpoint.WEIGHTS_FILE)
@@ -112,7 +113,7 @@ def test_prefixes_of_an_adapter_are_found_by_its_requests_alone(tmp_path: Path) 
 def test_an_adapter_is_known_by_its_weights_and_settings(tmp_path: Path) -> None:
     """The name of a folder is not part of it."""
     target = TARGETS["gqa"]
-    first, same, other = (drawn(tmp_path / name, target, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    first, same, other = (draw_adapter(tmp_path / name, target, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
     assert adapter_digest(first) == adapter_digest(same) != adapter_digest(other)
     said = json.loads((same / CONFIG_FILE).read_text())
     (same / CONFIG_FILE).write_text(json.dumps({**said, "lora_alpha": 9}))
@@ -150,7 +151,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_adapter_that_is_not_understood_is_refused(name: str, tmp_path: Path) -> None:
     change, says = REFUSED[name]
-    folder = drawn(tmp_path / "adapter", TARGETS["gqa"], 1)
+    folder = draw_adapter(tmp_path / "adapter", TARGETS["gqa"], 1)
     change(folder)
     with pytest.raises(EngineError) as told:
         load_adapters(adapters_of({"one": folder}), checkpoint.load_config(TARGETS["gqa"]), SOLO)
