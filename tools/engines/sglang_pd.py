@@ -134,6 +134,26 @@ def prefix_hits(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
             yield f"prompt of {len(case)}: {tokens}"
 
 
+def tenants(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
+    """Pages of a `cache_salt` are found by its own requests alone, in decode's tree too; two salts are refused."""
+    (prompt,) = prompts(1, 193, 194, 9)
+    wanted, found = alone.run(prompt)[0], []
+    for salt in ("", "red", "blue") * 2:
+        tokens, said, _ = over(one, two, prompt, **({"cache_salt": salt} if salt else {}))
+        found.append(said["cached_tokens"])
+        if tokens != wanted:
+            yield f"tenant {salt!r}: {tokens}, not {wanted}"
+    if any(found[:3]) or not all(found[3:]):
+        yield f"tokens that were found, tenants in turn: {found}"
+    first, second, number = new_name(), new_name(), room()
+    one.add(first, prompt, **where(one, number), cache_salt="red")
+    two.add(second, prompt, **where(one, number), cache_salt="green")
+    if "CONTENT_MISMATCH" not in str(two.result(second)[1]["finish_reason"]):
+        yield "pages of another tenant were fetched"
+    one.abort(first)  # whoever has its room may still come
+    one.result(first)
+
+
 def still_there(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
     """Neither engine has found a page missing: SGLang counts its pool when it is idle, and ends where some are lost."""
     (prompt,) = prompts(1, 50, 51, 8)
@@ -166,7 +186,17 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
                 "disaggregation_decode_enable_radix_cache": True,
                 "max_total_tokens": 1536,
             },
-            [same_tokens, one_bit, one_after_the_other, prefix_hits, aborts, bad_input, at_random, still_there],
+            [
+                same_tokens,
+                one_bit,
+                one_after_the_other,
+                prefix_hits,
+                tenants,
+                aborts,
+                bad_input,
+                at_random,
+                still_there,
+            ],
         ),
         (
             "Llama, page 64 to page 1",
