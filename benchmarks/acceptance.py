@@ -4,7 +4,7 @@
 processes of their own, greedily continue prompts of several lengths. Small models of one architecture draft for another,
 on the text that they were trained on and on one that they have never seen (the licence of this repository), and the two
 engines differ in TP, or in the number of their replicas, if these share the experts of the target (DP attention). Heads that were trained on what their own targets write (`distill.py`) draft for these on texts that
-they have not seen: a story, a page of documentation, a licence. Each request is compared with one undivided engine that
+they have not seen: a story, a page of documentation (`texts/page.txt`, this repository's README of one day, which stays as it was), a licence. Each request is compared with one undivided engine that
 begins alike: its tokens, and how many proposals of the draft it accepts. --out keeps what each target gave.
 
     handed over   prefill computes the draft's rows, and they move with the target's
@@ -38,6 +38,7 @@ TP = [(2, 1), (1, 2), (4, 2)]
 """TP ranks of prefill and of decode."""
 DP = {"DP 4 to DP 2": "--prefill-tp 1 --prefill-dp 4 --decode-dp 2", "TP 2 to DP 4": "--prefill-tp 2 --decode-dp 4"}
 """Replicas that share experts, as a demo's options."""
+PAGE = "benchmarks/texts/page.txt"
 LENGTHS = (24, 96, 320)
 """Tokens of a prompt; SmolLM2 has some four bytes in one."""
 BYTES_A_TOKEN = {"smollm2": 4}
@@ -47,7 +48,7 @@ PROPOSED, NEW = 4, 48
 
 def texts(target: str) -> dict[str, str]:
     """The texts that a target continues, without the blank lines that separate prompts."""
-    story, licence, page = load_text(), *(ROOT.joinpath(name).read_text() for name in ("LICENSE", "README.md"))
+    story, licence, page = load_text(), *(ROOT.joinpath(name).read_text() for name in ("LICENSE", PAGE))
     if target in ("mla", "gqa", "moe"):
         return {"trained on": _joined(story), "never seen": _joined(licence)}
     return {"story": _joined(story), "page": _joined(page), "licence": _joined(licence)}
@@ -68,7 +69,7 @@ def prompts(target: str, count: int) -> Iterator[tuple[str, int, str]]:
 
 
 def counted(asked: list[tuple[str, int, str]], args: list[str]) -> dict[str, Any]:
-    """Counts of a demo by text and length; raises RuntimeError if it differs from one undivided engine."""
+    """Counts of a demo by text and length, of all requests and tokens and steps of each; raises RuntimeError if it differs from one undivided engine."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n\n".join(words for _, _, words in asked))
         file.flush()
@@ -80,7 +81,8 @@ def counted(asked: list[tuple[str, int, str]], args: list[str]) -> dict[str, Any
     told = json.loads(done.stdout)
     found: dict[str, Any] = {}
     for (text, length, _), request in zip(asked, told["requests"], strict=True):
-        of = found.setdefault(text, {}).setdefault(str(length), dict.fromkeys(_COUNTS, 0))
+        of = found.setdefault(text, {}).setdefault(str(length), dict.fromkeys(_COUNTS, 0) | {"each": []})
+        of["each"].append([request["decoded"], request["steps"]])
         for name in _COUNTS:
             of[name] += request[name]
     return found
