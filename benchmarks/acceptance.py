@@ -1,6 +1,6 @@
 """Tokens that a step of decode gives with the draft's cache handed over, computed again, and cold.
 
-`python benchmarks/acceptance.py [TARGET ...] [--out] [--quick]`, or `make acceptance`: a prefill and a decode engine of the demo, in
+`python benchmarks/acceptance.py [TARGET ...] [--prompts N] [--out] [--quick]`, or `make acceptance`: a prefill and a decode engine of the demo, in
 processes of their own, greedily continue prompts of several lengths. Small models of one architecture draft for another,
 on the text that they were trained on and on one that they have never seen (the licence of this repository), and the two
 engines differ in TP, or in the number of their replicas, if these share the experts of the target (DP attention). Heads that were trained on what their own targets write (`distill.py`) draft for these on texts that
@@ -42,6 +42,8 @@ PAGE = "benchmarks/texts/page.txt"
 LENGTHS = (24, 96, 320)
 """Tokens of a prompt; SmolLM2 has some four bytes in one."""
 BYTES_A_TOKEN = {"smollm2": 4}
+PROMPTS = {"smollm2": 3}
+"""Prompts of a kind, where they are not 12."""
 PROPOSED, NEW = 4, 48
 """Tokens that a draft proposes at a time, and that each request generates."""
 
@@ -110,9 +112,9 @@ def cases(target: str, quick: bool) -> Iterator[tuple[str, str, dict[str, Any], 
             yield from ((draft, "handed over", *other) for other in others)
 
 
-def measured(target: str, quick: bool) -> list[dict[str, Any]]:
-    """Counts of each demo of a target."""
-    asked, rows = list(prompts(target, 1 if quick else 3 if target == "smollm2" else 12)), []
+def measured(target: str, quick: bool, count: int) -> list[dict[str, Any]]:
+    """Counts of each demo of a target, with so many prompts of a kind."""
+    asked, rows = list(prompts(target, count)), []
     print("; ".join(f"{text}, {length}" for text in texts(target) for length in LENGTHS), flush=True)
     for draft, way, sizes, options in cases(target, quick):
         folder = str(smollm2.folder()) if target == "smollm2" else target
@@ -125,13 +127,14 @@ def measured(target: str, quick: bool) -> list[dict[str, Any]]:
 def main() -> int:
     parser = arguments(__doc__, "acceptance", quick="a prompt of each kind, one draft")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all of them by default")
+    parser.add_argument("--prompts", type=int, metavar="N", help="of each kind (default 12, of SmolLM2 3)")
     args = parser.parse_args()
     if unknown := set(args.targets) - set(TARGETS):
         parser.error(f"unknown targets: {sorted(unknown)}")
     print(f"tokens a step and proposals accepted, greedy, {PROPOSED} proposed", flush=True)
     for target in args.targets or (TARGETS[:1] if args.quick else TARGETS):
         before = facts("torch") | {"proposed": PROPOSED, "new": NEW}
-        rows = measured(target, args.quick)
+        rows = measured(target, args.quick, 1 if args.quick else args.prompts or PROMPTS.get(target, 12))
         earlier = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
         keep(
             args.out, {name: of for name, of in earlier.items() if name in TARGETS} | {target: before | {"rows": rows}}

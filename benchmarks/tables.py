@@ -498,10 +498,13 @@ def moved_cold() -> Rows:
         rows = results("acceptance")[target]["rows"]
         for draft in dict.fromkeys(row["draft"] for row in rows):
             moved, cold = (next(r["found"] for r in rows if (r["draft"], r["way"]) == (draft, way)) for way in _MOVED)
-            yield f"{_NAMES[target]} + {draft.upper()}", *(
-                _difference(of["each"], cold[text][length]["each"])
-                for text, lengths in moved.items()
-                for length, of in lengths.items()
+            yield (
+                f"{_NAMES[target]} + {draft.upper()}",
+                *(
+                    _difference(of["each"], cold[text][length]["each"])
+                    for text, lengths in moved.items()
+                    for length, of in lengths.items()
+                ),
             )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -68,12 +68,14 @@ class Asked:
     needs: tuple[str, ...] = ()
 
 
-def asked_of(request: Any) -> Asked:
-    """Read a request of SGLang; raises KvprotoError for what cannot be handed over."""
+def asked_of(request: Any, adapters: Iterable[Any] = ()) -> Asked:
+    """Read a request of SGLang; raises KvprotoError for what cannot be handed over.
+
+    `adapters` are SGLang's references to those that it was started with (`--lora-paths`).
+    """
     check_whole("bootstrap_room", request.bootstrap_room, *_ROOMS)
-    for name, what in (("input_embeds", "embeddings"), ("lora_id", "a LoRA adapter, whose id no other engine knows")):
-        if getattr(request, name, None) is not None:
-            raise _bad(name, "a prompt of tokens", what)
+    if getattr(request, "input_embeds", None) is not None:
+        raise _bad("input_embeds", "a prompt of tokens", "embeddings")
     params = getattr(request.sampling_params, "custom_params", None)
     given = params.get("kvproto") if isinstance(params, Mapping) else None
     if given is None:
@@ -89,15 +91,28 @@ def asked_of(request: Any) -> Asked:
             check_whole(f"{_GIVEN}.{name}", each, 0, last)
     masks = MASKED if getattr(request, "return_sampling_mask", False) else ()
     needs = (*(("logprob", "sglang.top_logprobs") if request.return_logprob else ()), *masks)
-    prompt = Prompt([*ours, *more], salts=_salts(request))
+    adapter, place = _adapter(request, adapters)
+    prompt = Prompt([*ours, *more], adapter, _salts(request, place))
     return Asked(prompt, len(ours), None if ticket is None else read_ticket(ticket), token, needs)
 
 
-def _salts(request: Any) -> list[bytes]:
-    """Digests of all that SGLang's keys of pages have beside tokens: `extra_key` and `cache_salt`."""
-    own = _ELASTIC.sub("", getattr(request, "extra_key", None) or "")
+def _adapter(request: Any, adapters: Iterable[Any]) -> tuple[str, str | None]:
+    """The name of a request's LoRA adapter and its folder; SGLang's request has an id."""
+    if (wanted := getattr(request, "lora_id", None)) is None:
+        return "", None
+    for each in adapters:
+        if each.lora_id == wanted:
+            return each.lora_name, each.lora_path
+    raise _bad("lora_id", "an adapter of --lora-paths", "one that was loaded since, whose weights are not known here")
+
+
+def _salts(request: Any, adapter: str | None) -> list[bytes]:
+    """Digests of all that SGLang's keys of pages have beside tokens: adapter, `extra_key` and `cache_salt`."""
+    own = _ELASTIC.sub("", getattr(request, "extra_key", None) or "").removesuffix(
+        getattr(request, "lora_id", None) or ""
+    )
     key = [hashlib.sha256(b"sglang extra_key 1\0" + own.encode()).digest()] if own else []
-    return salts_of(None, key, getattr(request, "cache_salt", None))
+    return salts_of(adapter, key, getattr(request, "cache_salt", None))
 
 
 def _bad(path: str, mine: str, yours: str) -> KvprotoError:

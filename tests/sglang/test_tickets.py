@@ -13,6 +13,7 @@ from kvproto import KvprotoError, LocalError, new_ticket, write_ticket
 from kvproto_sglang.settings import Settings
 from kvproto_sglang.tickets import asked_of, ticket_of
 from kvproto_vllm.params import answer, prompt_of, read_params
+from tests.vllm.adapters import adapter
 
 TICKET = attrs.evolve(new_ticket("vllm", 1, 20), key=b"sixteen secrets!")
 
@@ -65,9 +66,18 @@ def test_what_keys_of_pages_have_beside_tokens_is_part_of_the_prompt() -> None:
         assert asked_of(request(extra_key=key)).prompt.digest == digests[n]
 
 
-def test_vllm_has_the_same_prompt_of_a_tenant() -> None:
-    asked = SimpleNamespace(prompt_token_ids=[3, 4, 5], lora_request=None, cache_salt="tenant", max_tokens=1)
-    assert asked_of(request(cache_salt="tenant")).prompt.digest == prompt_of(asked).digest
+def test_vllm_has_the_same_prompt_of_an_adapter_and_a_tenant(tmp_path: Path) -> None:
+    """SGLang's id of the adapter, which it adds to `extra_key`, is its own."""
+    folder = str(adapter(tmp_path))
+    theirs = SimpleNamespace(lora_name="law", lora_path=folder)
+    asked = SimpleNamespace(prompt_token_ids=[3, 4, 5], lora_request=theirs, cache_salt="tenant", max_tokens=1)
+    known = [
+        SimpleNamespace(lora_id="2e", lora_name="tax", lora_path="/tax"),
+        SimpleNamespace(lora_id="2f", **vars(theirs)),
+    ]
+    ours = asked_of(request(cache_salt="tenant", lora_id="2f", extra_key="2f"), known).prompt
+    assert ours.adapter == "law"
+    assert ours.digest == prompt_of(asked).digest
 
 
 def test_log_probabilities_are_needed_where_they_were_asked_for() -> None:
