@@ -1,4 +1,4 @@
-"""What a draft is worth to a prefill and a decode engine, by how its cache begins: handed over, cold, or no draft at all.
+"""A prefill and a decode engine with a draft that is handed over, with a cold one, and with none: first token, and speed.
 
 `python benchmarks/serving_drafts.py [--out] [--model DIR] [--rounds N] [--quick]`: pairs of the demo's engines with SmolLM2 and its
 EAGLE-3 head, each process with one thread, all started once and served in alternation; greedy, in float32, prompts that

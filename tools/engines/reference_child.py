@@ -145,7 +145,7 @@ class _Served:
             prompt=tokens,
             max_new=most,
             sampling=SamplingParams(ignore_eos=True),
-            adapter=chosen(self.adapters, given["lora"][0]) if "lora" in given else None,
+            adapter=chosen(self.adapters, given["lora"][0]) if given.get("lora") else None,
             cache_salt=given.get("salt", ""),
         )
         pages = self.runner.shard.pages(rows_needed(len(tokens), most))

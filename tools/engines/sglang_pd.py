@@ -156,7 +156,7 @@ def tenants(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
     (prompt,) = prompts(1, 193, 194, 9)
     wanted, found = alone.run(prompt)[0], []
     for salt in ("", "red", "blue") * 2:
-        tokens, said, _ = over(one, two, prompt, **({"cache_salt": salt} if salt else {}))
+        tokens, said, _ = over(one, two, prompt, cache_salt=salt or None)
         found.append(said["cached_tokens"])
         if tokens != wanted:
             yield f"tenant {salt!r}: {tokens}, not {wanted}"
@@ -178,7 +178,7 @@ def adapters(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
     right = Undivided(alone.folder, adapters=adapters_of(folders))
     greedy, found = SamplingParams(ignore_eos=True), []
     for name in ("", *ADAPTERS) * 2:
-        tokens, said, _ = over(one, two, prompt, **({"lora_path": name} if name else {}))
+        tokens, said, _ = over(one, two, prompt, lora_path=name or None)
         found.append(said.get("cached_tokens"))
         if tokens != (wanted := right.generate(prompt, greedy, MOST, name).tokens):
             yield f"adapter {name!r}: {tokens}, not {wanted}: {said['finish_reason']}"
