@@ -34,6 +34,8 @@ RATES, REQUESTS = (0.25, 0.5), 8
 """Requests a second, and how many come at each rate."""
 PROPOSED = 3
 """Tokens that the head proposes at a time, as in `make demo ARGS=--real`."""
+SHORT = ("--chunk", str(LENGTH))
+"""A prompt a step, so that the first of eight is handed over while the others are computed."""
 HEAD = ("--draft", "eagle", "--speculate", str(PROPOSED))
 ZERO = ("--cold-draft", "zero")
 WAYS = {
@@ -68,7 +70,7 @@ def main() -> int:
         ways: dict[str, Contender] = {}
         before: frozenset[int] = frozenset()
         for way, (source, sink) in WAYS.items():
-            serve: Serve = stack.enter_context(pair(model, source, sink))
+            serve: Serve = stack.enter_context(pair(model, (*source, *SHORT), (*sink, *SHORT)))
             now = frozenset(process.pid or 0 for process in active_children())
             ways[way], before = Contender(serve, now - before), now
         name = "small MLA" if args.quick else smollm2.NAME
