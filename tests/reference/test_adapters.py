@@ -22,6 +22,7 @@ from kvproto_reference.adapters import (
     load_adapters,
 )
 from kvproto_reference.cache import PageAllocator
+from kvproto_reference.engine.build import Hosted
 from kvproto_reference.engine.prefix import PrefixCache
 from kvproto_reference.engine.sampling import SamplingParams
 from kvproto_reference.engine.sequence import TokenSequence
@@ -97,6 +98,14 @@ def test_pages_of_an_adapter_are_found_by_its_requests_alone(tmp_path: Path) -> 
                     assert answer.tokens == right.generate(PROMPT, max_new=NEW, adapter=adapter).tokens
         finally:
             engine.close()
+
+
+def test_an_engine_that_torch_does_not_compute_has_no_adapters(tmp_path: Path) -> None:
+    def hosted(*given: object) -> Hosted:
+        raise AssertionError
+
+    with pytest.raises(EngineError, match="adapters are torch's"):
+        TieredEngine(TARGETS["mla"], DRAFT, pages=4, host=4, hosted=hosted, adapters=two(tmp_path, TARGETS["mla"]))
 
 
 def test_prefixes_of_an_adapter_are_found_by_its_requests_alone(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from kvproto_reference.engine.runner import Chunk, Runner
 from kvproto_reference.engine.sampling import SamplingParams
 from kvproto_reference.engine.sequence import TokenSequence, rows_needed
 from kvproto_reference.engine.speculative import SpeculativeDecoder
+from kvproto_reference.errors import EngineError
 
 PAGES = 128
 ROOT = Path(__file__).parents[2]
@@ -89,6 +90,8 @@ def _in_torch(folder: Path, geometry: Geometry, rows: int, adapters: Adapters) -
 def _in_jax(folder: Path, geometry: Geometry, rows: int, adapters: Adapters) -> tuple[Pool, Runner]:
     from kvproto_reference.jax_engine.build import jax_runner
 
+    if adapters:
+        raise EngineError("adapters are torch's")
     pool = Pool.allocate(geometry, PAGES, rank=0)
     return pool, jax_runner(folder, [pool], TARGET, Layout())
 

@@ -82,6 +82,8 @@ class TieredEngine:
         self.tokenizer = checkpoint.shared_tokenizer(target_dir, draft_dir)
         configs = checkpoint.load_config(target_dir), checkpoint.load_config(draft_dir)
         said = geometry(folders, configs, self.tokenizer.identity, layout, page_size)
+        if hosted is not None and adapters:
+            raise EngineError("adapters are torch's: `hosted` computes all requests with the target alone")
         self._adapters = adapters
         made = (hosted or partial(_torch, adapters))(folders, said, layout, pages)
         whole = [made.target.shard.whole] if made.target.windowed else []
