@@ -38,7 +38,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 def make_adapter(model: Path, name: str) -> Path:
     """The folder of a LoRA adapter of a model, made where it is not there yet; other names give other weights."""
     path = model.with_name(f"{model.name}, adapter {name}")
-    return path if path.is_dir() else draw_adapter(path, model, len(name))
+    return path if path.is_dir() else draw_adapter(path, model, sum(name.encode()))
 
 
 def make(folder: Path, name: str) -> Path:
