@@ -1,10 +1,10 @@
 """Tokens that a step of decode gives with the draft's cache handed over, computed again, and cold.
 
-`python benchmarks/acceptance.py [TARGET ...] [--out] [--quick]`, or `make acceptance`: a prefill and a decode engine of the demo, in
+`python benchmarks/acceptance.py [TARGET ...] [--prompts N] [--out] [--quick]`, or `make acceptance`: a prefill and a decode engine of the demo, in
 processes of their own, greedily continue prompts of several lengths. Small models of one architecture draft for another,
 on the text that they were trained on and on one that they have never seen (the licence of this repository), and the two
 engines differ in TP, or in the number of their replicas, if these share the experts of the target (DP attention). Heads that were trained on what their own targets write (`distill.py`) draft for these on texts that
-they have not seen: a story, a page of documentation, a licence. Each request is compared with one undivided engine that
+they have not seen: a story, a page of documentation (`texts/page.txt`, this repository's README of one day, which stays as it was), a licence. Each request is compared with one undivided engine that
 begins alike: its tokens, and how many proposals of the draft it accepts. --out keeps what each target gave.
 
     handed over   prefill computes the draft's rows, and they move with the target's
@@ -38,16 +38,19 @@ TP = [(2, 1), (1, 2), (4, 2)]
 """TP ranks of prefill and of decode."""
 DP = {"DP 4 to DP 2": "--prefill-tp 1 --prefill-dp 4 --decode-dp 2", "TP 2 to DP 4": "--prefill-tp 2 --decode-dp 4"}
 """Replicas that share experts, as a demo's options."""
+PAGE = "benchmarks/texts/page.txt"
 LENGTHS = (24, 96, 320)
 """Tokens of a prompt; SmolLM2 has some four bytes in one."""
 BYTES_A_TOKEN = {"smollm2": 4}
+PROMPTS = {"smollm2": 3}
+"""Prompts of a kind, where they are not 12."""
 PROPOSED, NEW = 4, 48
 """Tokens that a draft proposes at a time, and that each request generates."""
 
 
 def texts(target: str) -> dict[str, str]:
     """The texts that a target continues, without the blank lines that separate prompts."""
-    story, licence, page = load_text(), *(ROOT.joinpath(name).read_text() for name in ("LICENSE", "README.md"))
+    story, licence, page = load_text(), *(ROOT.joinpath(name).read_text() for name in ("LICENSE", PAGE))
     if target in ("mla", "gqa", "moe"):
         return {"trained on": _joined(story), "never seen": _joined(licence)}
     return {"story": _joined(story), "page": _joined(page), "licence": _joined(licence)}
@@ -68,7 +71,7 @@ def prompts(target: str, count: int) -> Iterator[tuple[str, int, str]]:
 
 
 def counted(asked: list[tuple[str, int, str]], args: list[str]) -> dict[str, Any]:
-    """Counts of a demo by text and length; raises RuntimeError if it differs from one undivided engine."""
+    """Counts of a demo by text and length, of all requests and tokens and steps of each; raises RuntimeError if it differs from one undivided engine."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n\n".join(words for _, _, words in asked))
         file.flush()
@@ -80,7 +83,8 @@ def counted(asked: list[tuple[str, int, str]], args: list[str]) -> dict[str, Any
     told = json.loads(done.stdout)
     found: dict[str, Any] = {}
     for (text, length, _), request in zip(asked, told["requests"], strict=True):
-        of = found.setdefault(text, {}).setdefault(str(length), dict.fromkeys(_COUNTS, 0))
+        of = found.setdefault(text, {}).setdefault(str(length), dict.fromkeys(_COUNTS, 0) | {"each": []})
+        of["each"].append([request["decoded"], request["steps"]])
         for name in _COUNTS:
             of[name] += request[name]
     return found
@@ -108,9 +112,9 @@ def cases(target: str, quick: bool) -> Iterator[tuple[str, str, dict[str, Any], 
             yield from ((draft, "handed over", *other) for other in others)
 
 
-def measured(target: str, quick: bool) -> list[dict[str, Any]]:
-    """Counts of each demo of a target."""
-    asked, rows = list(prompts(target, 1 if quick else 3 if target == "smollm2" else 12)), []
+def measured(target: str, quick: bool, count: int) -> list[dict[str, Any]]:
+    """Counts of each demo of a target, with so many prompts of a kind."""
+    asked, rows = list(prompts(target, count)), []
     print("; ".join(f"{text}, {length}" for text in texts(target) for length in LENGTHS), flush=True)
     for draft, way, sizes, options in cases(target, quick):
         folder = str(smollm2.folder()) if target == "smollm2" else target
@@ -123,13 +127,14 @@ def measured(target: str, quick: bool) -> list[dict[str, Any]]:
 def main() -> int:
     parser = arguments(__doc__, "acceptance", quick="a prompt of each kind, one draft")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all of them by default")
+    parser.add_argument("--prompts", type=int, metavar="N", help="of each kind (default 12, of SmolLM2 3)")
     args = parser.parse_args()
     if unknown := set(args.targets) - set(TARGETS):
         parser.error(f"unknown targets: {sorted(unknown)}")
     print(f"tokens a step and proposals accepted, greedy, {PROPOSED} proposed", flush=True)
     for target in args.targets or (TARGETS[:1] if args.quick else TARGETS):
         before = facts("torch") | {"proposed": PROPOSED, "new": NEW}
-        rows = measured(target, args.quick)
+        rows = measured(target, args.quick, 1 if args.quick else args.prompts or PROMPTS.get(target, 12))
         earlier = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
         keep(
             args.out, {name: of for name, of in earlier.items() if name in TARGETS} | {target: before | {"rows": rows}}

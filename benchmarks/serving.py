@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing import active_children
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -58,6 +59,8 @@ class Answer:
 
     tokens: list[int] = attrs.Factory(list)
     at: list[float] = attrs.Factory(list)
+    steps: int = 0
+    """Steps of decode, where a pair says them."""
 
     def take(self, tokens: Sequence[int], now: float) -> None:
         """Take all tokens so far."""
@@ -67,6 +70,8 @@ class Answer:
 
 Serve = Callable[[Arrivals, int], list[Answer]]
 """Serves requests, with so many new tokens each."""
+Ask = Callable[[int, str], list[list[int]]]
+"""Makes so many prompts of a seed."""
 
 
 def undivided(model: Path) -> Serve:
@@ -147,14 +152,17 @@ def contender(pipe: Connection, way: str, folder: Path) -> None:
             pipe.send(serve(*asked))
 
 
+NO_DRAFT = ("--draft", "none")
+
+
 @contextmanager
-def pair(model: Path) -> Iterator[Serve]:
-    """A prefill and a decode engine, and a router in this process."""
+def pair(model: Path, source: Sequence[str] = NO_DRAFT, sink: Sequence[str] = NO_DRAFT) -> Iterator[Serve]:
+    """A prefill and a decode engine with these options of their drafts, and a router in this process."""
     with tempfile.TemporaryDirectory() as made, Engines() as engines:
         sizes = ["--page-size", str(PAGE), "--pages", str(PAGES), "--chunk", str(BUDGET)]
-        shared = ["--dir", made, "--target", str(model), "--draft", "none", *sizes]
-        engines.start("prefill-0", prefill.main, shared)
-        engines.start("decode-0", decode.main, [*shared, "--quiet"])
+        shared = ["--dir", made, "--target", str(model), *sizes]
+        engines.start("prefill-0", prefill.main, [*shared, *source])
+        engines.start("decode-0", decode.main, [*shared, "--quiet", *sink])
         router = Router(Path(made), "prefill", engines)
         router.wait_ready(LOAD, LOAD)
 
@@ -164,7 +172,9 @@ def pair(model: Path) -> Iterator[Serve]:
             began = time.perf_counter()
 
             def on_news(request: Request) -> None:
-                answers[request.number].take(request.tokens, time.perf_counter() - began - arrivals[request.number][0])
+                answer, came = answers[request.number], arrivals[request.number][0]
+                answer.take(request.tokens, time.perf_counter() - began - came)
+                answer.steps = (request.stats or {}).get("steps", 0)
 
             def on_turn() -> bool:
                 for at, prompt in arrivals[len(router.requests) :]:
@@ -220,7 +230,7 @@ def _pid(process: BaseProcess) -> int:
     return process.pid or 0
 
 
-def prompts(count: int, length: int, vocab: int, seed: str) -> list[list[int]]:
+def prompts(length: int, vocab: int, count: int, seed: str) -> list[list[int]]:
     dice = random.Random(seed)
     return [[dice.randrange(min(100, vocab // 4), vocab) for _ in range(length)] for _ in range(count)]
 
@@ -231,15 +241,14 @@ def differ(found: Mapping[str, list[Answer]]) -> int:
     return sum(a.tokens != b.tokens for answers in others for a, b in zip(first, answers, strict=True))
 
 
-def batches(ways: Mapping[str, Contender], rounds: int, sizes: tuple[int, int, int]) -> dict[str, Any]:
+def batches(ways: Mapping[str, Contender], rounds: int, ask: Ask, new: int) -> dict[str, Any]:
     """Tokens a second, and of CPU, by size of the batch and contender: one for each round but the first."""
-    length, new, vocab = sizes
     kept: dict[str, Any] = {}
     for batch in BATCHES:
         kept[str(batch)] = of = {name: {way: [] for way in ways} for name in ("rates", "cpu")}
         others = 0
         for n in range(-1, rounds):
-            asked = [(0.0, prompt) for prompt in prompts(batch, length, vocab, f"{batch} {n}")]
+            asked = [(0.0, prompt) for prompt in ask(batch, f"{batch} {n}")]
             found = {}
             for way, each in ways.items():
                 before = each.cpu()
@@ -251,7 +260,7 @@ def batches(ways: Mapping[str, Contender], rounds: int, sizes: tuple[int, int, i
         kept[str(batch)]["others"] = others
         for way in ways:
             shown = [
-                f"{median(by[way]):6.1f} ({median(x / y for x, y in zip(by[way], by['generate'], strict=True)):.2f})"
+                f"{median(by[way]):6.1f} ({median(x / y for x, y in zip(by[way], by[next(iter(ways))], strict=True)):.2f})"
                 for by in (of["rates"], of["cpu"])
             ]
             print(f"batch {batch} {way:11}: {shown[0]} tokens/s, {shown[1]} a second of CPU", flush=True)
@@ -259,16 +268,15 @@ def batches(ways: Mapping[str, Contender], rounds: int, sizes: tuple[int, int, i
 
 
 def loads(
-    ways: Mapping[str, Contender], rates: Sequence[float], rounds: int, count: int, sizes: tuple[int, int, int]
+    ways: Mapping[str, Contender], rates: Sequence[float], rounds: int, count: int, ask: Ask, new: int
 ) -> list[dict[str, Any]]:
     """Results of each contender that takes requests at any time, at each rate: one entry for each round."""
-    length, new, vocab = sizes
     kept = []
     able = {way: each.serve for way, each in ways.items() if way != "generate"}
     for rate in rates:
         for n in range(rounds):
             dice, at, asked = random.Random(f"{rate} {n}"), 0.0, []
-            for prompt in prompts(count, length, vocab, f"{rate} {n}"):
+            for prompt in ask(count, f"{rate} {n}"):
                 asked.append((at, prompt))
                 at += dice.expovariate(rate)
             found = {way: serve(asked, new) for way, serve in able.items()}
@@ -277,7 +285,8 @@ def loads(
                 first = [answer.at[0] for answer in answers]
                 gaps = [b - a for answer in answers for a, b in zip(answer.at, answer.at[1:], strict=False)]
                 of = {"rate": rate, "way": way, "wall": wall, "requests": count, "tokens": count * new}
-                kept.append({**of, "others": differ(found), "first": first, "between": gaps})
+                steps = {"steps": total} if (total := sum(answer.steps for answer in answers)) else {}
+                kept.append({**of, **steps, "others": differ(found), "first": first, "between": gaps})
                 shown = f"first {median(first) * 1e3:.0f} ms, between {median(gaps) * 1e3:.0f} ms"
                 print(f"{rate} requests/s {way:11}: {count * new / wall:5.1f} tokens/s, {shown}", flush=True)
     return kept
@@ -308,14 +317,14 @@ def main() -> int:
             model = tiny(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         else:
             model = args.model or smollm2.folder()
-        sizes = (24, 6) if args.quick else (LENGTH, NEW)
-        of = *sizes, checkpoint.load_config(model).vocab
+        length, new = (24, 6) if args.quick else (LENGTH, NEW)
+        ask = partial(prompts, length, checkpoint.load_config(model).vocab)
         ways = stack.enter_context(contenders(model))
-        figures = {"model": "tiny" if args.quick else smollm2.NAME, "threads": 1, "length": sizes[0], "new": sizes[1]}
-        figures |= facts("torch", "transformers") | {"batches": batches(ways, args.rounds, of)}
+        figures = {"model": "tiny" if args.quick else smollm2.NAME, "threads": 1, "length": length, "new": new}
+        figures |= facts("torch", "transformers") | {"batches": batches(ways, args.rounds, ask, new)}
         keep(args.out, rounded(figures, 4))
         rates, count, rounds = ((50.0,), 3, 1) if args.quick else (RATES, REQUESTS, max(args.rounds // 4, 1))
-        figures["loads"] = loads(ways, rates, rounds, count, of)
+        figures["loads"] = loads(ways, rates, rounds, count, ask, new)
     keep(args.out, rounded(figures, 4))
     return 0
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -281,13 +281,18 @@ WAYS = {
     "prompts at once | served by | tokens/s | of `generate` | tokens a second of CPU | of `generate`",
 )
 def serving_batches() -> Rows:
-    for batch, of in results("serving")["batches"].items():
-        for way, name in WAYS.items():
+    yield from _batches("serving", WAYS, "generate")
+
+
+def _batches(name: str, ways: Mapping[str, str], base: str) -> Rows:
+    """Medians of tokens a second, by the clock and of CPU, each with the median of its ratio to the base's."""
+    for batch, of in results(name)["batches"].items():
+        for way, shown in ways.items():
             cells = []
             for by in (of["rates"], of["cpu"]):
-                times = median(mine / base for mine, base in zip(by[way], by["generate"], strict=True))
+                times = median(mine / other for mine, other in zip(by[way], by[base], strict=True))
                 cells += [f"{median(by[way]):.1f}", f"{times:.2f}"]
-            yield batch, name, *cells
+            yield batch, shown, *cells
 
 
 @table(
@@ -296,15 +301,44 @@ def serving_batches() -> Rows:
     "offered, requests/s | served by | served, requests/s | tokens/s | first token, ms: median | 90 % | between tokens, ms: median | 99 %",
 )
 def serving_loads() -> Rows:
-    found = results("serving")["loads"]
+    for rate, way, runs, served in _loads("serving"):
+        first, between = ([each for run in runs for each in run[name]] for name in ("first", "between"))
+        yield rate, WAYS[way], *served, *_percentiles((first, 50), (first, 90), (between, 50), (between, 99))
+
+
+def _loads(name: str) -> Iterator[tuple[str, str, list[dict[str, Any]], list[str]]]:
+    """Rate, way, runs, and how many requests and tokens were served a second."""
+    found = results(name)["loads"]
     for rate, way in dict.fromkeys((run["rate"], run["way"]) for run in found):
         runs = [run for run in found if (run["rate"], run["way"]) == (rate, way)]
-        first, between = ([each for run in runs for each in run[name]] for name in ("first", "between"))
         wall = sum(run["wall"] for run in runs)
-        served = (sum(run[name] for run in runs) / wall for name in ("requests", "tokens"))
-        shares = ((first, 50), (first, 90), (between, 50), (between, 99))
-        delays = [f"{np.percentile(times, share) * 1e3:,.0f}" for times, share in shares]
-        yield f"{rate:g}", WAYS[way], *(f"{n:.{d}f}" for n, d in zip(served, (2, 1), strict=True)), *delays
+        served = [f"{sum(run[of] for run in runs) / wall:.{d}f}" for of, d in (("requests", 2), ("tokens", 1))]
+        yield f"{rate:g}", way, runs, served
+
+
+def _percentiles(*shares: tuple[list[float], int]) -> list[str]:
+    """Milliseconds."""
+    return [f"{np.percentile(times, share) * 1e3:,.0f}" for times, share in shares]
+
+
+_PAIRS = {"no draft": "no draft", "cold": "EAGLE head, cold", "handed over": "EAGLE head, handed over"}
+
+
+@table("serving", "drafts", "prompts at once | draft | tokens/s | of no draft | tokens a second of CPU | of no draft")
+def serving_drafts() -> Rows:
+    yield from _batches("serving_drafts", _PAIRS, "no draft")
+
+
+@table(
+    "serving",
+    "draft_loads",
+    "offered, requests/s | draft | served, requests/s | tokens/s | tokens a step | first token, ms: median | 90 %",
+)
+def serving_draft_loads() -> Rows:
+    for rate, way, runs, served in _loads("serving_drafts"):
+        first = [each for run in runs for each in run["first"]]
+        gains = sum(run["tokens"] - run["requests"] for run in runs) / sum(run["steps"] for run in runs)
+        yield rate, _PAIRS[way], *served, f"{gains:.2f}", *_percentiles((first, 50), (first, 90))
 
 
 @table("serving", "frameworks", "prompts at once | tokens a second of CPU in | torch | JAX | of torch")
@@ -414,6 +448,13 @@ def _accepted(row: dict[str, Any]) -> Iterator[str]:
             yield f"{of['decoded'] / of['steps']:.2f} ({of['accepted'] / of['proposed']:.0%})"
 
 
+def _spread(each: Sequence[tuple[int, int]]) -> float:
+    """The standard error of tokens a step, from tokens and steps of each request: of a ratio of two sums."""
+    tokens, steps = np.array(each, float).T
+    off = tokens - tokens.sum() / steps.sum() * steps
+    return float(np.sqrt((off**2).sum() * len(off) / (len(off) - 1)) / steps.sum())
+
+
 def _drafted(*targets: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name of target and draft, and the row, of each demo."""
     for target in targets:
@@ -445,7 +486,43 @@ def experts() -> Rows:
 @table("acceptance", "distilled", "target + head | the head's rows" + _UNSEEN)
 def distilled() -> Rows:
     for name, row in _drafted("small", "smollm2"):
-        yield name, row["way"], *_accepted(row)
+        cells = [of for lengths in row["found"].values() for of in lengths.values()]
+        shown = (f"{of['decoded'] / of['steps']:.2f} ± {_spread(of['each']):.2f}" for of in cells)
+        yield name, row["way"], *shown
+
+
+@table("acceptance", "moved_cold", "target + head" + _UNSEEN)
+def moved_cold() -> Rows:
+    """By how much a moved head gives more tokens a step than a cold one, over the same prompts."""
+    for target in ("small", "smollm2"):
+        rows = results("acceptance")[target]["rows"]
+        for draft in dict.fromkeys(row["draft"] for row in rows):
+            moved, cold = (next(r["found"] for r in rows if (r["draft"], r["way"]) == (draft, way)) for way in _MOVED)
+            yield (
+                f"{_NAMES[target]} + {draft.upper()}",
+                *(
+                    _difference(of["each"], cold[text][length]["each"])
+                    for text, lengths in moved.items()
+                    for length, of in lengths.items()
+                ),
+            )
+
+
+_MOVED = ("handed over", "cold")
+
+
+def _difference(moved: Sequence[tuple[int, int]], cold: Sequence[tuple[int, int]]) -> str:
+    """The difference of tokens a step, with its standard error by leaving out a prompt at a time (jackknife)."""
+    ways = [np.array(way, float) for way in (moved, cold)]
+
+    def gained(kept: Any) -> float:
+        more, less = (float(way[kept, 0].sum() / way[kept, 1].sum()) for way in ways)
+        return more - less
+
+    count = len(moved)
+    without = np.array([gained(np.arange(count) != n) for n in range(count)])
+    error = np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum())
+    return f"{gained(np.arange(count)):+.2f} ± {error:.2f}"
 
 
 # docs/tiers.md

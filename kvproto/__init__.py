@@ -20,7 +20,7 @@ _MODULES = {
     "planning.geometry": ("Geometry", "Group"),
     "planning.layout": ("Parallel", "lay_out"),
     "planning.plan": ("Plan", "plan"),
-    "prompt": ("Prompt", "Ticket", "new_ticket", "read_ticket", "write_ticket"),
+    "prompt": ("Prompt", "Ticket", "adapter_digest", "new_ticket", "read_ticket", "tenant_digest", "write_ticket"),
     "rank.handles": ("Withdrawal",),
     "rank.pool": ("Pool",),
     "sink": ("Fetch", "Sink"),
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvproto.planning.geometry import Geometry, Group
     from kvproto.planning.layout import Parallel, lay_out
     from kvproto.planning.plan import Plan, plan
-    from kvproto.prompt import Prompt, Ticket, new_ticket, read_ticket, write_ticket
+    from kvproto.prompt import Prompt, Ticket, adapter_digest, new_ticket, read_ticket, tenant_digest, write_ticket
     from kvproto.rank.handles import Withdrawal
     from kvproto.rank.pool import Pool
     from kvproto.sink import Fetch, Sink
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Block", "Cache", "DType", "Fetch", "Finder", "Geometry", "Group", "ItemKind", "KvprotoError", "LocalError",
     "Options", "Parallel", "Plan", "Pool", "Prompt", "RemoteError", "Request", "Seed", "Sink", "Source", "Ticket",
-    "Tiers", "Withdrawal", "__version__", "allocate", "lay_out", "local_row", "most_before", "new_ticket",
-    "owned_before", "owner", "plan", "read_sources", "read_ticket", "write_ticket",
+    "Tiers", "Withdrawal", "__version__", "adapter_digest", "allocate", "lay_out", "local_row", "most_before",
+    "new_ticket", "owned_before", "owner", "plan", "read_sources", "read_ticket", "tenant_digest", "write_ticket",
 ]  # fmt: skip
 
 

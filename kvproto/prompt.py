@@ -4,6 +4,7 @@ import hashlib
 import secrets
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -18,7 +19,9 @@ from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Axis, Content, Ticket
 from kvproto.wire.plain import read_json
 
-__all__ = ["Prompt", "Ticket", "check_name", "new_ticket", "read_ticket", "write_ticket"]
+__all__ = [
+    "Prompt", "Ticket", "adapter_digest", "check_name", "new_ticket", "read_ticket", "tenant_digest", "write_ticket",
+]  # fmt: skip
 
 _LONGEST_NAME = next(most for _, name, *_, most, _ in tables.FIELDS["Ticket"] if name == "engine")
 """The most bytes in an engine's name, as in the registry."""
@@ -27,6 +30,8 @@ _LONGEST_AXIS = next(most for _, name, *_, most, _ in tables.FIELDS["Axis"] if n
 """The most bytes in the name of an axis."""
 _LONGEST_TEXT = 1 << 12
 """The most characters in a ticket as JSON: several times as many as any ticket has."""
+_ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
+"""The files of a LoRA adapter in the form of Hugging Face's PEFT."""
 
 
 @attrs.frozen(init=False, eq=False)
@@ -42,7 +47,8 @@ class Prompt:
     adapter: str
     """The name of the LoRA adapter; empty for none."""
     salts: tuple[bytes, ...] = attrs.field(repr=False)
-    """Digests of inputs that are not tokens, 32 bytes each, in the order of the prompt."""
+    """Digests of inputs that are not tokens, 32 bytes each: of the adapter's weights, of images in the order of the
+    prompt, of the tenant's salt."""
     axes: Mapping[str, int]
     """The number of positions on each axis other than the tokens, such as "image" for all images in turn."""
 
@@ -110,6 +116,31 @@ def _token_ids(tokens: Any) -> npt.NDArray[np.uint32]:
     if wrong.size:
         raise bad(f"Prompt.tokens[{wrong[0]}]", f"0 to {U32}", str(ids[wrong[0]]))
     return ids.astype(np.uint32)
+
+
+def adapter_digest(folder: Path | str) -> bytes:
+    """SHA-256 of a LoRA adapter in PEFT's form, 32 bytes: of its two files, each after its length as a u64.
+
+    As one of `Prompt.salts` it tells adapters of one name apart; in hex it is `adapter` of a page's namespace. Raises
+    LocalError(OUT_OF_RANGE) where a file cannot be read.
+    """
+    made = hashlib.sha256(b"kvproto adapter 1\0")
+    for name in _ADAPTER_FILES:
+        path = Path(folder) / name
+        try:
+            with path.open("rb") as file:
+                made.update(path.stat().st_size.to_bytes(8, "little"))
+                while piece := file.read(1 << 20):
+                    made.update(piece)
+        except OSError as error:
+            files = " and ".join(_ADAPTER_FILES)
+            raise bad("adapter", f"a folder with {files}", f"{path}: {error.strerror}") from error
+    return made.digest()
+
+
+def tenant_digest(salt: str) -> bytes:
+    """SHA-256 of a tenant's `cache_salt`, 32 bytes, for `Prompt.salts`: a prompt of another tenant is another one."""
+    return hashlib.sha256(b"kvproto salt 1\0" + salt.encode()).digest()
 
 
 def new_ticket(engine: str, replica: int = 0, deadline: float = 60.0) -> Ticket:

@@ -1,9 +1,9 @@
 """`python -m tools.conformance`: every testee of this repository by the suite, and a page of who keeps the contract.
 
 The pages are in build/conformance; --write makes docs/results.md of them. --live runs the reference engine too, as a
-source and as a sink, with faults, and L3 with its pools and attention in torch and in JAX. The exit status is 0 only if
-all are conformant in what they claim, and with the candidates that are kept. Testees that need a compiler or an
-interpreter that is not here are left out, which is said.
+source and as a sink, with faults, and L3 with its pools and attention in torch and in JAX; --frameworks runs, and
+writes, nothing else. The exit status is 0 only if all are conformant in what they claim, and with the candidates that
+are kept. Testees that need a compiler, an interpreter or a package that is not here are left out, which is said.
 """
 
 from __future__ import annotations
@@ -11,17 +11,22 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
+from datetime import UTC, datetime
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from kvproto_conformance import html, report
 from kvproto_conformance.__main__ import main as conformance
-from kvproto_conformance.claims import EXTENSIONS, SUITES
+from kvproto_conformance.claims import SUITES
+from kvproto_conformance.live import list_scenarios, run
 from tools.specgen.registry import ROOT
 
 TESTEES = ROOT / "conformance/testees"
@@ -53,6 +58,7 @@ Suite {suite}, vectors {vectors}…, spec {spec}.
 Seconds on {cores} cores, of cases alone:
 
 {times}
+{frameworks}
 | | what it is |
 |---|---|
 | kvproto | the library of this repository; where `session` and `robust` have numbers, its engines, live over ZeroMQ |
@@ -66,6 +72,16 @@ Seconds on {cores} cores, of cases alone:
 Yours belongs here: run the suite with `--report report.json`, and send the report with your change to this page.
 In GitHub's actions [conformance/action.yml](../conformance/action.yml) runs the suite on `testee: ./my-testee`, keeps
 report, page, JUnit and badge, and writes the summary.
+"""
+
+
+_MARKS = "<!-- begin frameworks -->", "<!-- end frameworks -->"
+_FRAMEWORKS = """Pools and attention of the reference engine in each framework, live: scenarios of L3 with paged caches
+(`gqa`, `mla` and `long`), in which rows go through the engine's own tensors and page tables.
+
+| framework | claim | verdict | scenarios | checks | seconds | date |
+|---|---|---|---:|---:|---:|---|
+{rows}
 """
 
 
@@ -118,21 +134,40 @@ def meets(claim: list[str], command: list[str]) -> int:
     return conformance(["meet", *live, "--", *command])
 
 
-def frameworks() -> int:
-    """Run L3 with the reference engine's pools and attention in each installed framework; returns the exit status."""
-    worst = 0
-    for name, adapter in FRAMEWORKS.items():
+def frameworks(names: Collection[str]) -> tuple[int, list[str]]:
+    """Run L3 with the reference engine's pools and attention in these frameworks; returns the exit status, and rows."""
+    rows, worst = list[str](), 0
+    for name in names:
         for role in ("source", "sink") if importlib.util.find_spec(name) else ():
             print(f"\n{name}, {role}", flush=True)
-            worlds, extensions = (
-                [word for name in names for word in (option, name)]
-                for option, names in (("--world", WORLDS), ("--extension", EXTENSIONS))
-            )
-            asked = ["--role", role, "--level", "L3", *worlds, *extensions]
-            command = [sys.executable, "-m", "kvproto_conformance.live", *asked, "--", sys.executable, str(adapter)]
-            ran = subprocess.run(command, check=False)
-            worst = max(worst, ran.returncode)
-    return worst
+            scenarios = {each.id: each for each in list_scenarios(role, "L3") if each.world in WORLDS}
+            found, checks, seconds = Counter[str](), 0, 0.0
+            for result in run([sys.executable, str(FRAMEWORKS[name])], list(scenarios.values())):
+                scenario = scenarios[result.id]
+                status = "nonstrict" if result.status == "fail" and not scenario.must else result.status
+                print(f"{status:12} {result.id}  {scenario.title} {result.text}", flush=True)
+                found[status] += 1
+                checks, seconds = checks + len(result.checks), seconds + result.seconds
+            asked, passed = len(scenarios) - found["unasked"], found["pass"]
+            good = asked > 0 and passed + found["nonstrict"] == asked
+            verdict, of = "conformant" if good else "nonconformant", "" if passed == asked else f" of {asked}"
+            cells = f"{name} {metadata.version(name)}", f"{role} · L3", verdict, f"{passed}{of}", f"{checks:,}"
+            rows.append(f"| {' | '.join(cells)} | {seconds:.1f} | {datetime.now(UTC):%Y-%m-%d} |")
+            worst = max(worst, not good)
+    return worst, rows
+
+
+def section(rows: list[str]) -> str:
+    """The part of the page about frameworks, between its marks."""
+    return "\n".join([_MARKS[0], "", _FRAMEWORKS.format(rows="\n".join(sorted(rows))), _MARKS[1], ""])
+
+
+def renew(rows: list[str]) -> None:
+    """Put rows of frameworks into the page, in place of those of the same frameworks."""
+    before, middle, after = re.split("|".join(f"{mark}\n" for mark in _MARKS), RESULTS.read_text(encoding="utf-8"))
+    newer = {row.split()[1] for row in rows}
+    older = [row for row in middle.splitlines() if " · " in row and row.split()[1] not in newer]
+    RESULTS.write_text(before + section(older + rows) + after, encoding="utf-8")
 
 
 def main() -> int:
@@ -140,7 +175,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--live", action="store_true", help="the reference engine too, which takes minutes")
     parser.add_argument("--write", action="store_true", help=f"make {RESULTS.relative_to(ROOT)} of the reports")
+    only = "L3 with the reference engine's pools in these frameworks, and nothing else (default: both)"
+    parser.add_argument("--frameworks", nargs="*", choices=FRAMEWORKS, help=only)
     args = parser.parse_args()
+    if args.frameworks is not None:
+        worst, rows = frameworks(args.frameworks or FRAMEWORKS)
+        if args.write:
+            renew(rows)
+        return worst
     PAGES.mkdir(parents=True, exist_ok=True)
     worst, reports = 0, []
     for name, claim, command in runs(args.live):
@@ -149,8 +191,8 @@ def main() -> int:
         status = conformance(["run", *pages, *claim, "--", *command])
         worst = max(worst, status, meets(claim, command))
         reports.append(report.read(made))
-    if args.live:
-        worst = max(worst, frameworks())
+    live, rows = frameworks(FRAMEWORKS) if args.live else (0, [])
+    worst = max(worst, live)
     (PAGES / "index.html").write_text(html.matrix(reports), encoding="utf-8")
     print(f"\n{html.matrix_text(reports)}\nopen {PAGES / 'index.html'}")
     if args.write:
@@ -158,6 +200,7 @@ def main() -> int:
         page = PAGE.format(
             table=html.matrix_text(reports),
             times=times(reports),
+            frameworks=section(rows),
             cores=os.cpu_count(),
             suite=one["suite"],
             spec=one["spec"],

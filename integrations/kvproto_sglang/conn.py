@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from sglang.srt.disaggregation.base import conn as base
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_lora, get_parallel
 
 from kvproto import KvprotoError, Sink, Source
 from kvproto_engines import described, told
@@ -59,6 +60,11 @@ class Manager(base.BaseKVManager):
         self.source: Source | None = None
         self.sink: Sink | None = None
         self._stopped: dict[int, Receiving] = {}
+
+    @property
+    def adapters(self) -> Sequence[Any]:
+        """SGLang's references to the LoRA adapters that it was started with."""
+        return get_lora().lora_paths or ()
 
     def open(self, queue: Any) -> None:
         """SGLang's queue has made this manager: open the pool that is there, and listen or connect."""
@@ -144,7 +150,7 @@ class Sender(base.BaseKVSender):
         """SGLang's request, of which this sender was made."""
         manager = self.kv_mgr
         try:
-            asked = asked_of(request)
+            asked = asked_of(request, manager.adapters)
             made = manager.settings.ticket_here(request, asked, manager.layout.replica)
             self._sending.begin(made, asked.prompt, asked.tokens)
         except KvprotoError as error:
@@ -197,7 +203,7 @@ class Receiver(base.BaseKVReceiver):
         """SGLang's request, of which this receiver was made."""
         receiving, settings = self._receiving, self.kv_mgr.settings
         try:
-            asked, parts = asked_of(request), self.kv_mgr.opened.parts
+            asked, parts = asked_of(request, self.kv_mgr.adapters), self.kv_mgr.opened.parts
             made = asked.ticket or ticket_of(self._room, settings.source_of(self._address), 0, settings.deadline)
             receiving.begin(made, asked.prompt, asked.tokens)
         except KvprotoError as error:

@@ -15,13 +15,15 @@ prompt itself needs, and hands over, recurrent states of the tokens before it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 
 from kvproto import KvprotoError, LocalError, Prompt, Ticket, new_ticket, read_ticket
 from kvproto.errors import ErrorCode, check_type, check_whole
+from kvproto_engines.apart import salts_of
 from kvproto_sglang.metadata import MASKED
 
 __all__ = ["DEADLINE", "Asked", "asked_of", "ticket_of"]
@@ -32,6 +34,8 @@ _ROOMS = 1, (1 << 63) - 1
 """The lowest and the highest room; 0 is what SGLang reads where a request's metadata has not come."""
 _IDS = 1 << 32
 """Token ids of a model whose vocabulary SGLang does not say."""
+_ELASTIC = re.compile(r"(^|\|)elastic_ep_size=\d+$")
+"""The part of an `extra_key` that SGLang adds for the size of its expert parallel ranks, which changes no row."""
 _GIVEN, _KEYS = "custom_params.kvproto", ("ticket", "first_token", "more")
 
 
@@ -64,12 +68,14 @@ class Asked:
     needs: tuple[str, ...] = ()
 
 
-def asked_of(request: Any) -> Asked:
-    """Read a request of SGLang; raises KvprotoError for what cannot be handed over."""
+def asked_of(request: Any, adapters: Iterable[Any] = ()) -> Asked:
+    """Read a request of SGLang; raises KvprotoError for what cannot be handed over.
+
+    `adapters` are SGLang's references to those that it was started with (`--lora-paths`).
+    """
     check_whole("bootstrap_room", request.bootstrap_room, *_ROOMS)
-    for name, what in (("input_embeds", "embeddings"), ("lora_id", "a LoRA adapter, whose id no other engine knows")):
-        if getattr(request, name, None) is not None:
-            raise _bad(name, "a prompt of tokens", what)
+    if getattr(request, "input_embeds", None) is not None:
+        raise _bad("input_embeds", "a prompt of tokens", "embeddings")
     params = getattr(request.sampling_params, "custom_params", None)
     given = params.get("kvproto") if isinstance(params, Mapping) else None
     if given is None:
@@ -85,7 +91,28 @@ def asked_of(request: Any) -> Asked:
             check_whole(f"{_GIVEN}.{name}", each, 0, last)
     masks = MASKED if getattr(request, "return_sampling_mask", False) else ()
     needs = (*(("logprob", "sglang.top_logprobs") if request.return_logprob else ()), *masks)
-    return Asked(Prompt([*ours, *more]), len(ours), None if ticket is None else read_ticket(ticket), token, needs)
+    adapter, place = _adapter(request, adapters)
+    prompt = Prompt([*ours, *more], adapter, _salts(request, place))
+    return Asked(prompt, len(ours), None if ticket is None else read_ticket(ticket), token, needs)
+
+
+def _adapter(request: Any, adapters: Iterable[Any]) -> tuple[str, str | None]:
+    """The name of a request's LoRA adapter and its folder; SGLang's request has an id."""
+    if (wanted := getattr(request, "lora_id", None)) is None:
+        return "", None
+    for each in adapters:
+        if each.lora_id == wanted:
+            return each.lora_name, each.lora_path
+    raise _bad("lora_id", "an adapter of --lora-paths", "one that was loaded since, whose weights are not known here")
+
+
+def _salts(request: Any, adapter: str | None) -> list[bytes]:
+    """Digests of all that SGLang's keys of pages have beside tokens: adapter, `extra_key` and `cache_salt`."""
+    own = _ELASTIC.sub("", getattr(request, "extra_key", None) or "").removesuffix(
+        getattr(request, "lora_id", None) or ""
+    )
+    key = [hashlib.sha256(b"sglang extra_key 1\0" + own.encode()).digest()] if own else []
+    return salts_of(adapter, key, getattr(request, "cache_salt", None))
 
 
 def _bad(path: str, mine: str, yours: str) -> KvprotoError:

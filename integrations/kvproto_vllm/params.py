@@ -15,6 +15,7 @@ import attrs
 
 from kvproto import KvprotoError, LocalError, Prompt, Ticket, read_ticket, write_ticket
 from kvproto.errors import ErrorCode, type_name
+from kvproto_engines.apart import salts_of
 
 __all__ = ["Asked", "answer", "check_ours", "prompt_of", "read_params", "shorten"]
 
@@ -80,7 +81,9 @@ def answer(ticket: Ticket) -> dict[str, Any]:
 
 
 def prompt_of(request: Any, only: bool = False) -> Prompt:
-    """The prompt of both engines: tokens, LoRA adapter, and digests of images; raises LocalError for embeddings.
+    """The prompt of both engines: tokens, LoRA adapter, images and `cache_salt`, as vLLM's block hashes have them.
+
+    Raises LocalError for embeddings, and for an adapter that cannot be read.
 
     `only`: and for a request that is decoded on, whose window leaves blocks, and whose states change, before they are
     read.
@@ -89,10 +92,10 @@ def prompt_of(request: Any, only: bool = False) -> Prompt:
         raise _bad("max_tokens of 1, as this model has sliding windows or states", str(request.max_tokens))
     if request.prompt_token_ids is None:
         raise _bad("a prompt of tokens", "one of embeddings")
-    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
-    seen = getattr(request, "mm_features", None) or ()
-    salts = [hashlib.sha256(f"{f.modality}:{f.identifier}".encode(errors="surrogatepass")).digest() for f in seen]
-    return Prompt(request.prompt_token_ids, adapter, salts)
+    adapter, seen = request.lora_request, getattr(request, "mm_features", None) or ()
+    images = [hashlib.sha256(f"{f.modality}:{f.identifier}".encode(errors="surrogatepass")).digest() for f in seen]
+    salts = salts_of(adapter and adapter.lora_path, images, getattr(request, "cache_salt", None))
+    return Prompt(request.prompt_token_ids, adapter.lora_name if adapter is not None else "", salts)
 
 
 def shorten(request: Any) -> None:

@@ -49,11 +49,16 @@ class Tiers(PageCache):
         reach = {pool.group(name).id: tokens for name, tokens in (windows or {}).items()}
         copies, pages = tier_parts(pool, page, host, storage, most, ahead, reach, stream, durable)
         super().__init__(copies, StorageIO(pages) if pages else None, policy)
+        self._names = dict(names)
         self.space = namespace(names)
 
-    def chain(self, tokens: npt.ArrayLike) -> Chain:
-        """The ids of the pages that hold these token ids, [tokens]; `Chain.extend` adds tokens."""
-        return Chain(self.space, self.device.layout.page, tokens)
+    def chain(self, tokens: npt.ArrayLike, **more: str) -> Chain:
+        """The ids of the pages that hold these token ids, [tokens]; `Chain.extend` adds tokens.
+
+        `more` are names of a request beside those of models: `adapter`, and `salt` of a tenant (KVP-TIER-NAMESPACE).
+        """
+        space = namespace(self._names | more) if more else self.space
+        return Chain(space, self.device.layout.page, tokens)
 
 
 class HostTiers(HostCache):

@@ -18,13 +18,13 @@ SAMPLES, SAMPLE = 64, 4096
 
 
 class Weights:
-    """All tensors of model.safetensors, or of the shards that model.safetensors.index.json names."""
+    """All tensors of model.safetensors or the shards that model.safetensors.index.json names, or of another file."""
 
-    def __init__(self, folder: Path) -> None:
-        self.files = weight_files(folder)
+    def __init__(self, folder: Path, name: str = WEIGHTS_FILE) -> None:
+        placed = _placed(folder) if name == WEIGHTS_FILE else {}
+        self.files = weight_files(folder) if name == WEIGHTS_FILE else [folder / name]
         self._handles = {path: _open(path) for path in self.files}
         self._file_of: dict[str, Path] = {}
-        placed = _placed(folder)
         for path, handle in self._handles.items():
             names: list[str] = handle.keys()  # type: ignore[no-untyped-call]
             self._file_of |= {name: path for name in names if placed.get(name, path.name) == path.name}

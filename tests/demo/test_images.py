@@ -19,7 +19,8 @@ from kvproto_reference.demo.arguments import parse as parse_demo
 from kvproto_reference.demo.control import Line
 from kvproto_reference.demo.prompts import Prompt, image_prompts
 from kvproto_reference.demo.rows import ImageRows
-from kvproto_reference.engine.images import Image, expected, prompt_of
+from kvproto_reference.engine.images import Image, expected
+from kvproto_reference.engine.sequence import TokenSequence
 from kvproto_reference.engine.world import World
 from kvproto_reference.errors import EngineError
 from kvproto_reference.models import TensorParallel
@@ -108,7 +109,8 @@ def ask(line: Line | None, rows: ImageRows, prompt: Prompt, shown: tuple[Image, 
     word = {"id": "a", "prompt": prompt.tokens, "ticket": write_ticket(ticket)}
     if line is not None:
         line.send("encode", **word, images=[image.to_word() for image in shown])
-    rows.add("a", ticket, expected(prompt_of({**word, "images": digests})))
+    sequence = TokenSequence(prompt=[*word["prompt"]], max_new=1, images=[*map(bytes.fromhex, digests)])
+    rows.add("a", ticket, expected(sequence))
     assert not rows.begin()
     return told(rows)
 
@@ -183,7 +185,9 @@ def test_an_encoder_that_is_lost_fails_what_it_had_not_sent(folder: Path) -> Non
     with fetching(folder) as rows:
         with encoding(folder) as line:
             connect(rows)
-            rows.add("a", new_ticket("encoder"), expected(prompt_of({"prompt": RED.tokens, "images": ["00" * 32]})))
+            rows.add(
+                "a", new_ticket("encoder"), expected(TokenSequence(prompt=RED.tokens, max_new=1, images=[bytes(32)]))
+            )
             assert not rows.begin()
             line.send("stop")
             word = told(rows)

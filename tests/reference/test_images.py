@@ -12,7 +12,7 @@ from kvproto import Parallel, lay_out
 from kvproto_reference.cache import PageAllocator, Shard
 from kvproto_reference.engine.admission import Admission
 from kvproto_reference.engine.description import Layout, cache
-from kvproto_reference.engine.images import AXIS, RUN, Image, RowPool, expected, prompt_of, shown
+from kvproto_reference.engine.images import AXIS, RUN, Image, RowPool, expected, shown
 from kvproto_reference.engine.prefix import PrefixCache
 from kvproto_reference.engine.runner import Chunk, seen_in
 from kvproto_reference.engine.sequence import IMAGE, TokenSequence
@@ -84,7 +84,7 @@ def test_encoder_and_prefill_have_one_prompt_if_the_image_is_as_large_as_it_says
     image = Image(PIXELS)
     for rows, same in ((15, True), (14, False)):
         tokens = [5, *[IMAGE] * rows, 6]
-        said = expected(prompt_of({"prompt": tokens, "images": [image.digest.hex()]}))
+        said = expected(TokenSequence(prompt=[*tokens], max_new=1, images=[image.digest]))
         assert (said.digest == shown(tokens, [image], CONFIG).digest) == same
 
 

@@ -12,7 +12,8 @@ import pytest
 from kvproto import KvprotoError, LocalError, new_ticket, write_ticket
 from kvproto_sglang.settings import Settings
 from kvproto_sglang.tickets import asked_of, ticket_of
-from kvproto_vllm.params import answer, read_params
+from kvproto_vllm.params import answer, prompt_of, read_params
+from tests.vllm.adapters import adapter
 
 TICKET = attrs.evolve(new_ticket("vllm", 1, 20), key=b"sixteen secrets!")
 
@@ -54,6 +55,29 @@ def test_a_router_says_ticket_and_first_token(ticket: Any) -> None:
 def test_a_router_says_tokens_that_another_engine_computes_itself() -> None:
     asked = asked_of(request({"more": [9]}))
     assert (asked.prompt.tokens.tolist(), asked.tokens) == ([3, 4, 5, 9], 3)
+
+
+def test_what_keys_of_pages_have_beside_tokens_is_part_of_the_prompt() -> None:
+    """`extra_key` and `cache_salt`, but for the sizes that SGLang adds for itself."""
+    ways = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"extra_key": "a"}, {"extra_key": "a", "cache_salt": "a"}]
+    digests = [asked_of(request(**way)).prompt.digest for way in ways]
+    assert len({*digests}) == len(ways)
+    for n, key in ((0, "elastic_ep_size=4"), (3, "a|elastic_ep_size=4")):
+        assert asked_of(request(extra_key=key)).prompt.digest == digests[n]
+
+
+def test_vllm_has_the_same_prompt_of_an_adapter_and_a_tenant(tmp_path: Path) -> None:
+    """SGLang's id of the adapter, which it adds to `extra_key`, is its own."""
+    folder = str(adapter(tmp_path))
+    theirs = SimpleNamespace(lora_name="law", lora_path=folder)
+    asked = SimpleNamespace(prompt_token_ids=[3, 4, 5], lora_request=theirs, cache_salt="tenant", max_tokens=1)
+    known = [
+        SimpleNamespace(lora_id="2e", lora_name="tax", lora_path="/tax"),
+        SimpleNamespace(lora_id="2f", **vars(theirs)),
+    ]
+    ours = asked_of(request(cache_salt="tenant", lora_id="2f", extra_key="2f"), known).prompt
+    assert ours.adapter == "law"
+    assert ours.digest == prompt_of(asked).digest
 
 
 def test_log_probabilities_are_needed_where_they_were_asked_for() -> None:

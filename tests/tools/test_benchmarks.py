@@ -29,6 +29,7 @@ RUNS = [
     "plan --rounds 1",
     "seeing --rounds 1",
     "serving --quick --rounds 1",
+    "serving_drafts --quick --rounds 1",
     "session --quick floods frames held",
     "session --quick latency many messages transfers sessions",
     "spread",
@@ -46,6 +47,7 @@ NEEDS = {
     "dcp_serving_gpu": "torch",
     "frameworks": "jax",
     "serving": "transformers",
+    "serving_drafts": "torch",
     "tiers_stores": "rocksdict",
     "transfer_host": "nixl",
 }

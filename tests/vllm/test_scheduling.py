@@ -1,15 +1,20 @@
 """The scheduler's side of the connector: what workers are told in each step of an engine, and what goes back."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 
-from kvproto import new_ticket, read_ticket, write_ticket
+from kvproto import adapter_digest, new_ticket, read_ticket, write_ticket
+from kvproto_reference.adapters import Adapter
+from kvproto_reference.engine.sequence import TokenSequence
 from kvproto_vllm.orders import Orders
+from kvproto_vllm.params import prompt_of
 from kvproto_vllm.scheduling import Scheduling
 from kvproto_vllm.settings import Settings
+from tests.vllm.adapters import adapter
 
 TOKENS = list(range(100, 200))
 TABLES = {"a": ([7, 3, 5, 1],)}
@@ -275,15 +280,31 @@ def test_a_request_for_the_other_role_is_refused(params: Any, roles: tuple[bool,
     assert bool(orders.refused) == roles[0]
 
 
-def test_images_and_adapters_are_part_of_the_prompt() -> None:
+def test_images_adapters_and_tenants_are_part_of_the_prompt(tmp_path: Path) -> None:
+    """As they are of vLLM's block hashes: an adapter by its name and, as the same name may mean others, its weights."""
     made, digests = scheduling(), set()
-    for n, (adapter, seen) in enumerate([(None, []), ("law", []), (None, [("image", "x")]), (None, [("image", "y")])]):
+    one, two = adapter(tmp_path / "one", 1), adapter(tmp_path / "two", 2)
+    ways = [
+        (None, [], None), (("law", one), [], None), (("tax", one), [], None), (("law", two), [], None),
+        (("law", "a/hub"), [], None), (None, [("image", "x")], None), (None, [("image", "y")], None),
+        (None, [], "tenant"), (None, [], "other"), (("law", one), [("image", "x")], "tenant"),
+    ]  # fmt: skip
+    for n, (lora, seen, salt) in enumerate(ways):
         asked = request(PREFILL, str(n))
-        asked.lora_request = SimpleNamespace(lora_name=adapter) if adapter else None
+        asked.lora_request = SimpleNamespace(lora_name=lora[0], lora_path=str(lora[1])) if lora else None
         asked.mm_features = [SimpleNamespace(modality=kind, identifier=name) for kind, name in seen]
+        asked.cache_salt = salt
         made.arrived(asked)
         digests.add(step(made).requests[str(n)][1].digest)
-    assert len(digests) == 4
+    assert len(digests) == len(ways)
+
+
+def test_the_reference_engine_has_the_same_prompt(tmp_path: Path) -> None:
+    folder, asked = adapter(tmp_path, 1), request(PREFILL, "a")
+    asked.lora_request, asked.cache_salt = SimpleNamespace(lora_name="law", lora_path=str(folder)), "tenant"
+    own = Adapter("law", folder, adapter_digest(folder))
+    theirs = TokenSequence(prompt=asked.prompt_token_ids, max_new=1, adapter=own, cache_salt="tenant").asked
+    assert prompt_of(asked).digest == theirs.digest
 
 
 def test_ranks_hear_who_handed_a_request_over() -> None:

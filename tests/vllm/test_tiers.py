@@ -8,12 +8,13 @@ import attrs
 import pytest
 import torch
 
-from kvproto import Cache, DType, LocalError, Pool, lay_out
+from kvproto import Cache, DType, LocalError, Pool, adapter_digest, lay_out
 from kvproto.tiers import HostTiers
 from kvproto_engines.memory import only_context
 from kvproto_engines.tiers import names_of
 from kvproto_vllm.tiers.finding import Finding, Keep, Look, Place, TierOrders, TierSettings, merged
 from kvproto_vllm.tiers.keeping import Keeping
+from tests.vllm.adapters import adapter
 
 PAGE = 16
 PROMPT = list(range(100, 200))
@@ -49,7 +50,7 @@ def test_a_request_is_looked_for_when_it_comes_and_loaded_when_all_workers_have_
     made, asked = finding(workers=2), request()
     made.arrived(asked)
     assert made.matched(asked, 0) == (None, False)
-    assert step(made) == TierOrders(looks=[Look("a", PROMPT, None)])
+    assert step(made) == TierOrders(looks=[Look("a", PROMPT, {})])
     made.answered({"a": (5, 1)})
     assert made.matched(asked, 0) == (None, False)
     made.answered({"a": (4, 1)})
@@ -89,7 +90,7 @@ def test_another_connector_may_load_instead() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"lora_request": "one"}, {"mm_features": ["an image"]}, {"prompt_token_ids": None}, {"prompt_embeds": "some"},
+        {"mm_features": ["an image"]}, {"prompt_token_ids": None}, {"prompt_embeds": "some"},
         {"prompt_token_ids": PROMPT[:20], "all_token_ids": PROMPT[:20]}, {"skip_reading_prefix_cache": True},
     ],
 )  # fmt: skip
@@ -127,13 +128,13 @@ def test_pages_are_kept_as_steps_complete_them() -> None:
     made, asked = finding(), request()
     made.arrived(asked)
     step(made)
-    assert step(made, new=[("a", 0)], computes=40).keeps == [Keep("a", [], TABLE[:2], None)]
+    assert step(made, new=[("a", 0)], computes=40).keeps == [Keep("a", [], TABLE[:2], {})]
     assert step(made, cached=[("a", 40)], computes=7).keeps == []
-    assert step(made, cached=[("a", 47)], computes=53).keeps == [Keep("a", [], TABLE[:6], None)]
+    assert step(made, cached=[("a", 47)], computes=53).keeps == [Keep("a", [], TABLE[:6], {})]
     asked.all_token_ids += range(12)
     assert step(made, cached=[("a", 111)], computes=1).keeps == []
     asked.all_token_ids.append(12)
-    assert step(made, cached=[("a", 112)], computes=1).keeps == [Keep("a", [*range(13)], TABLE[:7], None)]
+    assert step(made, cached=[("a", 112)], computes=1).keeps == [Keep("a", [*range(13)], TABLE[:7], {})]
 
 
 def test_tokens_that_a_draft_proposed_are_not_kept_before_they_are_accepted() -> None:
@@ -147,9 +148,9 @@ def test_tokens_that_a_draft_proposed_are_not_kept_before_they_are_accepted() ->
 def test_what_looks_ahead_is_kept_once_the_next_token_is_known() -> None:
     made, asked = finding(ahead=True), request(tokens=PROMPT[:32])
     made.arrived(asked)
-    assert step(made, new=[("a", 0)], computes=32).keeps == [Keep("a", PROMPT[:32], TABLE[:1], None)]
+    assert step(made, new=[("a", 0)], computes=32).keeps == [Keep("a", PROMPT[:32], TABLE[:1], {})]
     asked.all_token_ids += [1]
-    assert step(made, cached=[("a", 32)], computes=1).keeps == [Keep("a", [1], TABLE[:2], None)]
+    assert step(made, cached=[("a", 32)], computes=1).keeps == [Keep("a", [1], TABLE[:2], {})]
 
 
 def test_what_was_found_is_not_kept_again() -> None:
@@ -157,14 +158,14 @@ def test_what_was_found_is_not_kept_again() -> None:
     made.arrived(asked)
     step(made)
     assert step(made, new=[("a", 48)], computes=10).keeps == []
-    assert step(made, cached=[("a", 58)], computes=42).keeps == [Keep("a", [], TABLE[:6], None)]
+    assert step(made, cached=[("a", 58)], computes=42).keeps == [Keep("a", [], TABLE[:6], {})]
 
 
 def test_selective_keeps_what_a_second_request_has_found() -> None:
     made, asked = finding(write_policy="write_through_selective"), request()
     made.arrived(asked)
     step(made)
-    assert step(made, new=[("a", 48)], computes=52).keeps == [Keep("a", [], TABLE[:3], None)]
+    assert step(made, new=[("a", 48)], computes=52).keeps == [Keep("a", [], TABLE[:3], {})]
     assert step(made, cached=[("a", 100)], computes=1).keeps == []
 
 
@@ -227,10 +228,10 @@ def answer(keeping: Keeping) -> int:
 def test_workers_keep_pages_and_find_them_again(tmp_path: Path) -> None:
     one, pool = worker(tmp_path)
     pool.array("kv", 1, "v")[[7, 3]] = [[[[1]]], [[[2]]]]
-    one.keep(TierOrders(keeps=[Keep("b", PROMPT[:40], [7, 3], None)], over=["b"]))
+    one.keep(TierOrders(keeps=[Keep("b", PROMPT[:40], [7, 3], {})], over=["b"]))
     one.close()
     two, other = worker(tmp_path)
-    two.take(TierOrders(looks=[Look("a", PROMPT, None)]))
+    two.take(TierOrders(looks=[Look("a", PROMPT, {})]))
     assert answer(two) == 2
     two.take(TierOrders(places=[Place("a", 1, [12])]))
     assert two.results() == ({"a"}, set())
@@ -239,18 +240,38 @@ def test_workers_keep_pages_and_find_them_again(tmp_path: Path) -> None:
     assert two.tiers.host.slots.idle == 2  # nothing is pinned
 
 
-def test_another_tenant_finds_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [{"salt": "tenant"}, {"adapter": "digest"}])
+def test_another_tenant_or_adapter_finds_nothing(names: dict[str, str], tmp_path: Path) -> None:
     one, _ = worker(tmp_path)
-    one.keep(TierOrders(keeps=[Keep("b", PROMPT[:40], [7, 3], "tenant")]))
+    one.keep(TierOrders(keeps=[Keep("b", PROMPT[:40], [7, 3], names)]))
     one.tiers.drain()
-    one.take(TierOrders(looks=[Look("a", PROMPT, None)]))
-    assert answer(one) == 0
+    for wanted, others in ((0, {}), (2, names)):
+        one.take(TierOrders(looks=[Look("a", PROMPT, others)]))
+        assert answer(one) == wanted
+        one.keep(TierOrders(over=["a"]))
+
+
+def test_an_adapter_and_a_tenant_are_names_of_the_pages(tmp_path: Path) -> None:
+    made, folder = finding(), adapter(tmp_path)
+    lora = SimpleNamespace(lora_name="law", lora_path=str(folder))
+    asked = request(lora_request=lora, cache_salt="tenant")
+    made.arrived(asked)
+    names = {"adapter": adapter_digest(folder).hex(), "salt": "tenant"}
+    assert step(made).looks == [Look("a", PROMPT, names)]
+    assert step(made, new=[("a", 0)], computes=40).keeps == [Keep("a", [], TABLE[:2], names)]
+
+
+def test_an_adapter_that_cannot_be_read_is_not_looked_for(tmp_path: Path) -> None:
+    made, asked = finding(), request(lora_request=SimpleNamespace(lora_name="law", lora_path=str(tmp_path)))
+    made.arrived(asked)
+    assert made.matched(asked, 0) == (0, False)
+    assert step(made) == TierOrders()
 
 
 def test_a_request_that_is_aborted_while_it_is_read_pins_nothing(tmp_path: Path) -> None:
     one, _ = worker(tmp_path)
-    one.keep(TierOrders(keeps=[Keep("b", PROMPT[:40], [7, 3], None)]))
-    one.take(TierOrders(looks=[Look("a", PROMPT, None)]))
+    one.keep(TierOrders(keeps=[Keep("b", PROMPT[:40], [7, 3], {})]))
+    one.take(TierOrders(looks=[Look("a", PROMPT, {})]))
     answer(one)
     one.keep(TierOrders(over=["a", "b"]))
     one.tiers.drain()

@@ -25,7 +25,6 @@ from kvproto import (
     Geometry,
     KvprotoError,
     Pool,
-    Prompt,
     Request,
     Sink,
     Source,
@@ -36,6 +35,7 @@ from kvproto import (
 )
 from kvproto_engines.facts import rope_of
 from kvproto_reference import checkpoint
+from kvproto_reference.adapters import Adapters, adapters_of, chosen, load_adapters
 from kvproto_reference.cache import KVPool, PageAllocator, Shard
 from kvproto_reference.cache.memory import shareable
 from kvproto_reference.engine.build import torch_runner
@@ -45,6 +45,7 @@ from kvproto_reference.engine.runner import Chunk, Runner
 from kvproto_reference.engine.sampling import SamplingParams
 from kvproto_reference.engine.sequence import TokenSequence, rows_needed
 from kvproto_reference.engine.speculative import SpeculativeDecoder
+from kvproto_reference.errors import EngineError
 
 PAGES = 128
 ROOT = Path(__file__).parents[2]
@@ -78,15 +79,19 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def _in_torch(folder: Path, geometry: Geometry, rows: int) -> tuple[Pool, Runner]:
+def _in_torch(folder: Path, geometry: Geometry, rows: int, adapters: Adapters) -> tuple[Pool, Runner]:
     loaded = checkpoint.load(folder)
     cached = KVPool.allocate(loaded.config, PAGES, rows, memory=shareable)
-    return hand_over(geometry, {TARGET: cached}, 0), torch_runner(loaded, cached, Shard(geometry.groups[0], 0))
+    loras = load_adapters(adapters, loaded.config, loaded.tp)
+    runner = torch_runner(loaded, cached, Shard(geometry.groups[0], 0), loras=loras)
+    return hand_over(geometry, {TARGET: cached}, 0), runner
 
 
-def _in_jax(folder: Path, geometry: Geometry, rows: int) -> tuple[Pool, Runner]:
+def _in_jax(folder: Path, geometry: Geometry, rows: int, adapters: Adapters) -> tuple[Pool, Runner]:
     from kvproto_reference.jax_engine.build import jax_runner
 
+    if adapters:
+        raise EngineError("adapters are torch's")
     pool = Pool.allocate(geometry, PAGES, rank=0)
     return pool, jax_runner(folder, [pool], TARGET, Layout())
 
@@ -105,7 +110,9 @@ class _Served:
         facts = {"weights.target": extra["weights"], "rope.target": rope}
         rows, config = settings["block_size"], checkpoint.load_config(folder)
         geometry = lay_out([cache(0, config, Layout(), rows)], facts=facts)
-        self.pool, self.runner = _FRAMEWORKS[settings.get("framework", "torch")](folder, geometry, rows)
+        self.adapters = adapters_of({name: Path(each) for name, each in settings.get("adapters", {}).items()})
+        framework = _FRAMEWORKS[settings.get("framework", "torch")]
+        self.pool, self.runner = framework(folder, geometry, rows, self.adapters)
         self.source = Source(self.name, self.pool, extra["listen"])
         self.sink = Sink(self.name, self.pool, extra["sources"])
         self.prefiller, self.decoder = Prefiller(self.runner, None, 64), SpeculativeDecoder(self.runner)
@@ -133,22 +140,31 @@ class _Served:
                 busy = True
             self.step()
 
-    def add(self, name: str, tokens: list[int], most: int, params: Any) -> None:
-        sequence = TokenSequence(prompt=tokens, max_new=most, sampling=SamplingParams(ignore_eos=True))
+    def add(
+        self, name: str, tokens: list[int], most: int, params: Any, values: int = 0, more: Any = None
+    ) -> None:  # fmt: skip
+        given = more or {}
+        sequence = TokenSequence(
+            prompt=tokens,
+            max_new=most,
+            sampling=SamplingParams(ignore_eos=True),
+            adapter=chosen(self.adapters, given["lora"][0]) if given.get("lora") else None,
+            cache_salt=given.get("salt", ""),
+        )
         pages = self.runner.shard.pages(rows_needed(len(tokens), most))
         sequence.tables = [self.pages.allocate(pages)]
         job = self.jobs[name] = _Job(name, sequence)
         if not params:
             self.prefiller.add(sequence)
             return
-        given = params.get("ticket")
-        ticket = read_ticket(given) if given else new_ticket(self.name, deadline=self.deadline)
+        known = params.get("ticket")
+        ticket = read_ticket(known) if known else new_ticket(self.name, deadline=self.deadline)
         if params.get("do_remote_decode"):
-            job.request = self.source.request(ticket, Prompt(tokens))
+            job.request = self.source.request(ticket, sequence.asked)
             self.prefiller.add(sequence)
         else:
             tables = {TARGET: sequence.tables[0]}
-            job.fetch = self.sink.fetch(ticket, Prompt(tokens), tables, tokens=len(tokens) - 1)
+            job.fetch = self.sink.fetch(ticket, sequence.asked, tables, tokens=len(tokens) - 1)
 
     def abort(self, name: str) -> None:
         if (job := self.jobs.get(name)) is None:
@@ -197,7 +213,8 @@ class _Served:
         if job.name.startswith("corrupt"):
             part = self.pool.group(TARGET).parts[0].name
             self.pool.array(TARGET, 0, part)[sequence.tables[0][0], 0, 0, 3] ^= 0x40
-        logits = self.runner.run([Chunk(sequence.prompt[-1:], job.cached, sequence.tables[0])])
+        last = Chunk(sequence.prompt[-1:], job.cached, sequence.tables[0], adapter=sequence.adapter_name)
+        logits = self.runner.run([last])
         sequence.append([int(logits.best()[0])])
 
     def over(self, job: _Job, reason: str) -> None:

@@ -30,9 +30,32 @@ def register() -> None:
     from tools.engines.sglang_kernels import supply
 
     supply()
+    _without_pinning()
     for target, hook, kind in _HOOKS:
         HookRegistry.register(target, hook, getattr(HookType, kind))
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = _one_token
+
+
+class _Unpinned:
+    """Torch, but that it pins no memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        made = getattr(torch, name)
+        if name not in ("arange", "empty", "tensor", "zeros"):
+            return made
+        return lambda *args, pin_memory=False, **named: made(*args, **named)
+
+
+def _without_pinning() -> None:
+    """SGLang's LoRA pins memory for a GPU on every machine: where there is none, it takes memory as it is."""
+    import torch
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    torch.Tensor.pin_memory = lambda tensor, *args: tensor  # type: ignore[method-assign]
+    layers.torch = torch_backend.torch = _Unpinned()
 
 
 def _one_token(backend: Any) -> int:

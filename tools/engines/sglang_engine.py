@@ -103,7 +103,7 @@ class Alone:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self._torch = torch
+        self._torch, self.folder = torch, Path(folder)
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._known: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
 

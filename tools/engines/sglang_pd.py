@@ -13,9 +13,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvproto_reference.adapters import adapters_of
+from kvproto_reference.engine.sampling import SamplingParams
+from kvproto_reference.engine.undivided import Undivided
 from tools.engines.sglang_bench import CORRUPT, CORRUPT_STATE
-from tools.engines.sglang_engine import Alone, Engine, new_name, prompts, replicas, room, run, settings_of, told, where
+from tools.engines.sglang_engine import (
+    MOST,
+    Alone,
+    Engine,
+    new_name,
+    prompts,
+    replicas,
+    room,
+    run,
+    settings_of,
+    told,
+    where,
+)
 from tools.engines.sglang_random import at_random
+from tools.engines.vllm_cases import ADAPTERS
+from tools.engines.vllm_models import make_adapter
 
 
 def begin(one: Engine, two: Engine, prompt: list[int], number: int | None = None, **more: Any) -> tuple[str, str]:
@@ -134,6 +151,41 @@ def prefix_hits(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
             yield f"prompt of {len(case)}: {tokens}"
 
 
+def tenants(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
+    """Pages of a `cache_salt` are found by its own requests alone, in decode's tree too; two salts are refused."""
+    (prompt,) = prompts(1, 193, 194, 9)
+    wanted, found = alone.run(prompt)[0], []
+    for salt in ("", "red", "blue") * 2:
+        tokens, said, _ = over(one, two, prompt, cache_salt=salt or None)
+        found.append(said["cached_tokens"])
+        if tokens != wanted:
+            yield f"tenant {salt!r}: {tokens}, not {wanted}"
+    if any(found[:3]) or not all(found[3:]):
+        yield f"tokens that were found, tenants in turn: {found}"
+    first, second, number = new_name(), new_name(), room()
+    one.add(first, prompt, **where(one, number), cache_salt="red")
+    two.add(second, prompt, **where(one, number), cache_salt="green")
+    if "CONTENT_MISMATCH" not in str(two.result(second)[1]["finish_reason"]):
+        yield "pages of another tenant were fetched"
+    one.abort(first)  # whoever has its room may still come
+    one.result(first)
+
+
+def adapters(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
+    """One prompt with either LoRA adapter and with none, twice: tokens of the reference engine with the same adapter."""
+    (prompt,) = prompts(1, 193, 194, 10)
+    folders = {name: make_adapter(alone.folder, name) for name in ADAPTERS}
+    right = Undivided(alone.folder, adapters=adapters_of(folders))
+    greedy, found = SamplingParams(ignore_eos=True), []
+    for name in ("", *ADAPTERS) * 2:
+        tokens, said, _ = over(one, two, prompt, lora_path=name or None)
+        found.append(said.get("cached_tokens"))
+        if tokens != (wanted := right.generate(prompt, greedy, MOST, name).tokens):
+            yield f"adapter {name!r}: {tokens}, not {wanted}: {said['finish_reason']}"
+    if any(found[:3]):
+        yield f"tokens that were found, adapters in turn: {found}"
+
+
 def still_there(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
     """Neither engine has found a page missing: SGLang counts its pool when it is idle, and ends where some are lost."""
     (prompt,) = prompts(1, 50, 51, 8)
@@ -155,6 +207,12 @@ def killed(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
         yield f"after {took:.0f} s"
 
 
+_LORA = {
+    "lora_backend": "torch_native",
+    "max_loras_per_batch": 3,
+    "max_lora_rank": 8,
+    "lora_target_modules": ["q_proj", "k_proj", "v_proj"],
+}
 Case = Callable[[Alone, Engine, Engine], Iterator[str]]
 MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] = {
     "llama": [
@@ -166,7 +224,23 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
                 "disaggregation_decode_enable_radix_cache": True,
                 "max_total_tokens": 1536,
             },
-            [same_tokens, one_bit, one_after_the_other, prefix_hits, aborts, bad_input, at_random, still_there],
+            [
+                same_tokens,
+                one_bit,
+                one_after_the_other,
+                prefix_hits,
+                tenants,
+                aborts,
+                bad_input,
+                at_random,
+                still_there,
+            ],
+        ),
+        (
+            "Llama with LoRA adapters, page 64 in chunks of 128 tokens to page 32",
+            {"page_size": 64, "chunked_prefill_size": 128, "lora_paths": ADAPTERS, **_LORA},
+            {"page_size": 32, "disaggregation_decode_enable_radix_cache": True, "lora_paths": ADAPTERS, **_LORA},
+            [adapters, still_there],
         ),
         (
             "Llama, page 64 to page 1",
@@ -222,7 +296,15 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
 
 def _title(settings: dict[str, Any]) -> str:
     """Engines with the same one are the same engine."""
-    return "x".join(str(settings.get(size, 1)) for size in ("page_size", "tp_size", "dp_size", "attn_dp_size"))
+    sizes = "x".join(str(settings.get(size, 1)) for size in ("page_size", "tp_size", "dp_size", "attn_dp_size"))
+    return sizes + "-lora" * ("lora_paths" in settings)
+
+
+def _with_adapters(model: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the folders of adapters of a model in place of their names."""
+    if "lora_paths" not in settings:
+        return settings
+    return settings | {"lora_paths": [f"{name}={make_adapter(Path(model), name)}" for name in settings["lora_paths"]]}
 
 
 def _replicas(settings: dict[str, Any]) -> Iterator[str]:
@@ -243,6 +325,7 @@ def tried(models: Path, chosen: str, folder: str) -> int:
         sources = list(dict.fromkeys(name for _, first, _, _ in chosen_pairs for name in _replicas(first)))
         for title, first, second, cases in chosen_pairs:
             names = [f"{kind}{_title(given)}" for kind, given in (("p", first), ("d", second))]
+            first, second = (_with_adapters(shared["model_path"], given) for given in (first, second))
             if names[0] not in engines:
                 engines[names[0]] = Engine.prefill(names[0], folder, **shared | first)
             if names[1] not in engines:

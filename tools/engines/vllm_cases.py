@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from kvproto import new_ticket, write_ticket
 from tools.engines.vllm_engine import ASK, DEADLINE, UNZEROED, Engine, new_name, over, prompts
+from tools.engines.vllm_models import make_adapter
 
 Case = Callable[[Engine, Engine], Iterator[str]]
+ADAPTERS = "law", "taxes"
+"""LoRA adapters of a model, by name."""
 PIECE = 128
 """Tokens of a chunk, where two engines are to compute a prompt in the same pieces."""
 _SOON = 8.0
@@ -156,6 +160,59 @@ def prefix_hits(one: Engine, two: Engine) -> Iterator[str]:
             yield f"prompt of {len(case)}, {cached} cached: {tokens}"
     if over(one, two, prompt)[0] != alone or not one.idle(DEADLINE / 2):
         yield "other tokens after a full hit, or its source was not told"
+
+
+def tenants(one: Engine, two: Engine) -> Iterator[str]:
+    """Pages of a `cache_salt` are found by its own requests alone, in decode's prefix cache too; two salts are refused."""
+    (prompt,) = prompts(1, 193, 194, 10)  # all but the last token fills blocks, so that nothing is left to fetch
+    alone = one.run(new_name(), prompt, 16)[0]
+    for found in (False, True):
+        for salt in ("", "red", "blue"):
+            name = new_name()
+            tokens = over(one, two, prompt, name=name, salt=salt)[0]
+            if tokens != alone or (name not in two.fetched) != found:
+                yield f"tenant {salt!r}: {tokens}, not {alone}, or fetched: {name in two.fetched}"
+    params = one.run(new_name(), prompt[:150], 1, ASK, salt="red")[2]
+    name = new_name()
+    tokens = two.run(name, prompt[:150], 16, params, salt="green")[0]
+    if name in two.fetched or tokens != one.run(new_name(), prompt[:150], 16)[0]:
+        yield "pages of another tenant were fetched"
+    if "CONTENT_MISMATCH" not in two.said():
+        yield f"its log says {two.said()}"
+
+
+def adapters(one: Engine, two: Engine) -> Iterator[str]:
+    """One prompt with either adapter and with none, each way: other tokens, each as in the engine that computed it."""
+    (prompt,) = prompts(1, 200, 201, 11)
+    law, tax = (_adapter(one, name) for name in ADAPTERS)
+    for prefill, decode in ((one, two), (two, one)):
+        answers = []
+        for lora in (law, None, tax, law):
+            name, alone = new_name(), prefill.run(new_name(), prompt, 16, lora=lora)[0]
+            answers.append(alone)
+            if (found := over(prefill, decode, prompt, name=name, lora=lora)[0]) != alone:
+                yield f"{prefill.name} to {decode.name}, {lora}: {found}, not {alone}"
+            if len(answers) < 4 and name not in decode.fetched:
+                yield f"{prefill.name} to {decode.name}, {lora}: not fetched"
+        if len({*map(tuple, answers)}) != 3:
+            yield f"{answers}: an adapter that changes nothing"
+
+
+def other_weights(one: Engine, two: Engine) -> Iterator[str]:
+    """A decode engine whose adapter of that name has other weights fetches nothing, and says why."""
+    (prompt,) = prompts(1, 150, 151, 12)
+    law, tax = (_adapter(one, name) for name in ADAPTERS)
+    params, name = one.run(new_name(), prompt, 1, ASK, lora=law)[2], new_name()
+    tokens = two.run(name, prompt, 16, params, lora=["law", tax[1]])[0]
+    if name in two.fetched or tokens != one.run(new_name(), prompt, 16, lora=tax)[0]:
+        yield "rows of another adapter were fetched"
+    if "CONTENT_MISMATCH" not in two.said():
+        yield f"its log says {two.said()}"
+
+
+def _adapter(engine: Engine, name: str) -> list[str]:
+    """The name of an adapter of an engine's model, and its folder."""
+    return [name, str(make_adapter(Path(engine.settings["model"]), name))]
 
 
 def speculates(one: Engine, two: Engine) -> Iterator[str]:

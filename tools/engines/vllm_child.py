@@ -67,6 +67,8 @@ class _Steps:
         """The number of preemptions of each request."""
         self.rounds: Counter[str] = Counter()
         """The number of steps in which each request had an output."""
+        self.adapters: dict[tuple[str, str], int] = {}
+        """The number that vLLM is to know each adapter by."""
         self.times: list[tuple[float, float]] = []
         """Seconds and CPU seconds of each step."""
 
@@ -109,8 +111,14 @@ class _Steps:
                 _spoil(core.scheduler.kv_cache_manager.block_pool, core.vllm_config.compilation_config)
                 pipe.send(("spoilt",))
 
-    def _add(self, request: str, tokens: list[int], most: int, params: Any, *logprobs: int) -> None:
+    def _add(
+        self, request: str, tokens: list[int], most: int, params: Any, logprobs: int = 0, more: Any = None
+    ) -> None:  # fmt: skip
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        salt, lora = ((more or {}).get(name) for name in ("salt", "lora"))
+        number = self.adapters.setdefault(tuple(lora), len(self.adapters) + 1) if lora else 0
 
         sampling = SamplingParams(
             temperature=0,
@@ -118,9 +126,12 @@ class _Steps:
             ignore_eos=True,
             detokenize=False,
             extra_args={"kv_transfer_params": params} if params else None,
-            logprobs=logprobs[0] if logprobs else None,
+            logprobs=logprobs or None,
         )
-        self.engine.add_request(request, {"prompt_token_ids": tokens}, sampling)
+        prompt = {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}
+        self.engine.add_request(
+            request, prompt, sampling, lora_request=LoRARequest(lora[0], number, lora[1]) if lora else None
+        )
 
     def _step(self) -> None:
         for request in self.core.scheduler.requests.values():

@@ -95,9 +95,14 @@ class Engine(Child):
         self.process.kill()
         self.process.join()
 
-    def add(self, request: str, tokens: list[int], most: int, params: Any = None, values: int = 0) -> None:
-        """`values` is how many log probabilities of each place come in `self.values`."""
-        self.pipe.send(("add", request, tokens, most, params, *([values] if values else [])))
+    def add(
+        self, request: str, tokens: list[int], most: int, params: Any = None, values: int = 0, **more: Any
+    ) -> None:  # fmt: skip
+        """`values` is how many log probabilities of each place come in `self.values`.
+
+        `more` are `salt`, a tenant, and `lora`, the name and the folder of an adapter.
+        """
+        self.pipe.send(("add", request, tokens, most, params, *([values, more] if values or more else [])))
 
     def ended(self, request: str, *result: Any) -> None:
         *answer, fetched, values = result
@@ -105,8 +110,8 @@ class Engine(Child):
         self.values |= {request: values} if values else {}
         self.fetched |= {request: fetched} if fetched else {}
 
-    def run(self, request: str, tokens: list[int], most: int, params: Any = None) -> Result:
-        self.add(request, tokens, most, params)
+    def run(self, request: str, tokens: list[int], most: int, params: Any = None, **more: Any) -> Result:
+        self.add(request, tokens, most, params, **more)
         found: Result = self.result(request)
         return found
 
@@ -149,7 +154,7 @@ class Engine(Child):
             self.process.kill()
 
 
-def over(prefill: Engine, decode: Engine, prompt: list[int], most: int = 16, name: str = "") -> Any:
+def over(prefill: Engine, decode: Engine, prompt: list[int], most: int = 16, name: str = "", **more: Any) -> Any:
     """A prompt through both, prefill first, as an ordinary proxy does it."""
-    params = prefill.run(new_name(), prompt, 1, ASK)[2]
-    return decode.run(name or new_name(), prompt, most, params)
+    params = prefill.run(new_name(), prompt, 1, ASK, **more)[2]
+    return decode.run(name or new_name(), prompt, most, params, **more)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvproto_reference.adapters import draw_adapter
+
 _HEADS = {"llama": (4, 2), "llama of others": (4, 2), "window": (4, 2), "llama4": (4, 4), "llama6": (6, 6)}
 """Of models like Llama: heads, and heads of K and V."""
 
@@ -31,6 +33,12 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Of models that are loaded with dummy weights: Kimi's delta attention beside MLA, MLA with an index."""
+
+
+def make_adapter(model: Path, name: str) -> Path:
+    """The folder of a LoRA adapter of a model, made where it is not there yet; other names give other weights."""
+    path = model.with_name(f"{model.name}, adapter {name}")
+    return path if path.is_dir() else draw_adapter(path, model, sum(name.encode()))
 
 
 def make(folder: Path, name: str) -> Path:

@@ -18,7 +18,7 @@ import attrs
 from tools.engines import vllm_cases as cases
 from tools.engines.vllm_distance import apart, handed_over
 from tools.engines.vllm_engine import Engine
-from tools.engines.vllm_models import make
+from tools.engines.vllm_models import make, make_adapter
 from tools.engines.vllm_random import at_random
 from tools.engines.vllm_unlike import unlike
 
@@ -41,6 +41,7 @@ N_GRAMS = {"speculative_config": {"method": "ngram", "prompt_lookup_max": 4, **_
 _COLD = {"extra": {"options": {"cold_draft": True}}}
 WARM = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 """Of stages: the back end makes what they pass on in the forward by which it warms up, and that where it compiles."""
+_ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 _NAMED = {"weights": "llama"}
 """Engines of two makers name the weights alike."""
 
@@ -75,7 +76,7 @@ PAIRS = [
         {"model": "llama", "block_size": 64, "max_num_batched_tokens": 96, "enable_prefix_caching": False},
         {"model": "llama", "enable_prefix_caching": True},
         [
-            cases.same_tokens, cases.one_bit, cases.ticket_beforehand, cases.prefix_hits, cases.aborts,
+            cases.same_tokens, cases.one_bit, cases.ticket_beforehand, cases.prefix_hits, cases.tenants, cases.aborts,
             cases.bad_input, cases.left_idle, cases.killed,
         ],
         often=True,
@@ -94,6 +95,21 @@ PAIRS = [
         {"model": "llama", "block_size": 32, "kind": "reference_child", "extra": _NAMED},
         {"model": "llama", "block_size": 64, "extra": _NAMED},
         [cases.same_tokens, cases.one_bit, cases.left_idle],
+    ),
+    Pair(
+        "Llama with LoRA adapters, block 64 in chunks of 96 tokens, and block 32",
+        {"model": "llama", "block_size": 64, "max_num_batched_tokens": 96, **_ADAPTERS},
+        {"model": "llama", "enable_prefix_caching": True, **_ADAPTERS},
+        [cases.adapters, cases.tenants, cases.other_weights, cases.left_idle],
+    ),
+    Pair(
+        "Llama with LoRA adapters, block 32, and the torch reference engine, page 16",
+        {"model": "llama", "extra": _NAMED, **_ADAPTERS},
+        {
+            "model": "llama", "block_size": 16, "kind": "reference_child", "extra": _NAMED,
+            "adapters": cases.ADAPTERS,
+        },
+        [cases.adapters, cases.left_idle],
     ),
     Pair(
         "Layers with a sliding window of 80 tokens beside full ones, block 32 in chunks of 96 tokens, and block 64",
@@ -268,7 +284,10 @@ def _filled(models: Path, given: Any) -> Any:
     """Settings with the folder of a model in place of its name."""
     if not isinstance(given, dict):
         return given
-    return {n: str(make(models, each)) if n == "model" else _filled(models, each) for n, each in given.items()}
+    found = {n: str(make(models, each)) if n == "model" else _filled(models, each) for n, each in given.items()}
+    if "adapters" in given:
+        found["adapters"] = {name: str(make_adapter(Path(found["model"]), name)) for name in given["adapters"]}
+    return found
 
 
 def _told(begun: float, title: str, found: list[str]) -> bool:

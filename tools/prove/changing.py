@@ -14,9 +14,18 @@ from tools.specgen.registry import ROOT
 Changes = Mapping[str, str]
 
 
+_BESIDE = "reference"
+"""The folder of modules that are not named by the way from the root."""
+
+
 def module_of(file: str) -> str:
     """Name of the module of a file of the repository."""
-    return file.removesuffix(".py").replace("/", ".")
+    return file.removesuffix(".py").removeprefix(f"{_BESIDE}/").replace("/", ".")
+
+
+def _file_of(module: str) -> str:
+    path = module.replace(".", "/") + ".py"
+    return str(next(file for file in (ROOT / path, ROOT / _BESIDE / path) if file.is_file()))
 
 
 class _Loader(importlib.abc.InspectLoader):
@@ -37,7 +46,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if name not in self._changes:
             return None
-        file = str(ROOT / name.replace(".", "/")) + ".py"
+        file = _file_of(name)
         spec = importlib.util.spec_from_loader(name, _Loader(self._changes[name], file), origin=file)
         assert spec is not None
         spec.has_location = True

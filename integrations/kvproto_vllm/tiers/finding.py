@@ -12,6 +12,8 @@ from typing import Any
 
 import attrs
 
+from kvproto import LocalError
+from kvproto_engines.apart import names_of
 from kvproto_engines.settings import refuse
 from kvproto_engines.tiers import Tiered, read
 from kvproto_vllm.orders import Tables
@@ -67,11 +69,11 @@ class TierSettings(Tiered):
 
 @dataclass
 class Look:
-    """Look for the pages of a prompt; `salt` separates tenants."""
+    """Look for the pages of a prompt, which have these `names` beside those of the models."""
 
     request: str
     tokens: list[int]
-    salt: str | None
+    names: dict[str, str]
 
 
 @dataclass
@@ -90,7 +92,7 @@ class Keep:
     request: str
     tokens: list[int]
     blocks: list[int]
-    salt: str | None
+    names: dict[str, str]
 
 
 @dataclass
@@ -117,6 +119,7 @@ class _Known:
 
     Fields:
         looked: Tokens that are read, or held on hosts, until they are loaded or dropped.
+        names: The adapter and the tenant.
         found: Pages that all workers have on their hosts, until they are loaded or dropped; None: not known yet.
         answers: Workers that have said what they have, and the fewest pages.
         settled: Whether nothing more is to be loaded.
@@ -125,6 +128,7 @@ class _Known:
     """
 
     request: Any
+    names: dict[str, str]
     looked: int = 0
     found: int | None = None
     answers: tuple[int, int] = (0, 1 << 30)
@@ -146,8 +150,9 @@ class Finding:
 
     def arrived(self, request: Any) -> None:
         """A request is new: look for its pages while it waits."""
-        if _is_text(request):
-            known = self._known[request.request_id] = _Known(request, settled=bool(request.skip_reading_prefix_cache))
+        if (names := _names(request)) is not None:
+            settled = bool(request.skip_reading_prefix_cache)
+            known = self._known[request.request_id] = _Known(request, names, settled=settled)
             self._look(known)
 
     def _look(self, known: _Known) -> None:
@@ -160,7 +165,7 @@ class Finding:
         reading = sum(each.looked for each in self._known.values())
         if not reading or reading + wanted <= self._most:
             known.looked = wanted
-            self._orders.looks.append(Look(request.request_id, self._tokens(known), request.cache_salt))
+            self._orders.looks.append(Look(request.request_id, self._tokens(known), known.names))
 
     def _tokens(self, known: _Known) -> list[int]:
         """Requests that workers do not know yet."""
@@ -242,7 +247,7 @@ class Finding:
         if pages > known.kept:
             known.kept = pages
             keep = Keep(
-                request.request_id, self._tokens(known), list(tables(request.request_id)[0][:pages]), request.cache_salt
+                request.request_id, self._tokens(known), list(tables(request.request_id)[0][:pages]), known.names
             )
             self._orders.keeps.append(keep)
 
@@ -252,10 +257,15 @@ class Finding:
             self._orders.over.append(request.request_id)
 
 
-def _is_text(request: Any) -> bool:
-    """Whether tokens say all of a prompt: no embeddings or images, nor an adapter, whose id no other engine knows."""
-    plain = request.prompt_token_ids is not None and request.lora_request is None
-    return plain and not getattr(request, "mm_features", None) and getattr(request, "prompt_embeds", None) is None
+def _names(request: Any) -> dict[str, str] | None:
+    """The adapter and the tenant of a request; None if these and its tokens do not say all of its prompt."""
+    plain = request.prompt_token_ids is not None and not getattr(request, "mm_features", None)
+    if not plain or getattr(request, "prompt_embeds", None) is not None:
+        return None
+    try:
+        return names_of(request.lora_request and request.lora_request.lora_path, request.cache_salt)
+    except LocalError:  # vLLM cannot load such an adapter either
+        return None
 
 
 def merged(one: Mapping[str, tuple[int, int]], two: Mapping[str, tuple[int, int]]) -> Found:

@@ -28,7 +28,7 @@ class Keeping:
     def take(self, orders: TierOrders) -> None:
         """Begin to read what is looked for, and load what was found."""
         for look in orders.looks:
-            chain = self._chain(look.request, look.tokens, look.salt)
+            chain = self._chain(look.request, look.tokens, look.names)
             until = time.monotonic() + self._settings.patience(len(look.tokens))
             self._reads[look.request] = self.tiers.fetch(chain, until)
         for name in orders.hurried:
@@ -49,17 +49,17 @@ class Keeping:
             logger.error("request %s: its pages could not be copied from the host", name)
             self._failed.add(name)
 
-    def _chain(self, name: str, more: list[int], salt: str | None) -> Chain:
+    def _chain(self, name: str, more: list[int], names: dict[str, str]) -> Chain:
         """The chain of a request, with the tokens that follow."""
         if (chain := self._chains.get(name)) is None:
-            chain = self._chains[name] = self.tiers.chain([], **({} if salt is None else {"salt": salt}))
+            chain = self._chains[name] = self.tiers.chain([], **names)
         chain.extend(more)
         return chain
 
     def keep(self, orders: TierOrders) -> None:
         """After a forward: copy what it completed to the host, from which threads store it."""
         for keep in orders.keeps:
-            self.tiers.save(self._chain(keep.request, keep.tokens, keep.salt), keep.blocks)
+            self.tiers.save(self._chain(keep.request, keep.tokens, keep.names), keep.blocks)
         for name in (*orders.dropped, *orders.over):
             self._drop(name)
         for name in orders.over:

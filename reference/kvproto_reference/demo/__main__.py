@@ -19,6 +19,7 @@ from rich.table import Table
 from kvproto.errors import KvprotoError
 
 from .. import checkpoint, smollm2
+from ..adapters import adapters_of
 from ..cache.memory import device_of
 from ..chat import ChatTemplate
 from ..engine.sequence import SpeculationStats, rows_needed
@@ -33,7 +34,7 @@ from .engines import Engines
 from .options import checkpoint_folder, draft_folder, numbers
 from .page import picture, show_page
 from .prompts import Prompt, default_chats, default_prompts, image_prompts, read_prompts
-from .report import Compared, Notes, as_json, other_tokens, show, verdict
+from .report import Compared, Notes, as_json, other_adapters, other_tokens, show, verdict
 from .router import LOAD, START, Request, Router
 from .start import devices, start
 from .trouble import KINDS, Trouble
@@ -50,7 +51,7 @@ def run(options: DemoOptions, console: Console) -> int:
         sizes = options.page_size, options.max_new, options.chunk, options.speculate
         return tiers.run(_checkpoints(options), *sizes, shown, options)
     tokenizer = checkpoint.shared_tokenizer(*_checkpoints(options))
-    prompts = _sampled(_prompts(options, tokenizer), options)
+    prompts = _with_adapters(_sampled(_prompts(options, tokenizer), options), options)
     notes = Notes(None if options.json else console)
     clock = Clock(None if options.json else console)
     with contextlib.ExitStack() as stack:
@@ -87,6 +88,8 @@ def run(options: DemoOptions, console: Console) -> int:
     verdicts = verdict(router, compared, options.verify)
     if options.images:
         verdicts["images"] = other_tokens(router)
+    if options.adapter:
+        verdicts["adapters"] = other_adapters(router)
     if trouble is not None:
         verdicts[trouble.kind.name] = trouble.verdict
     if options.json:
@@ -115,6 +118,12 @@ def _encoder(options: DemoOptions) -> EncoderConfig:
 def _sampled(prompts: list[Prompt], options: DemoOptions) -> list[Prompt]:
     """The prompts with the sampling of the command line, if it has any."""
     return [attrs.evolve(p, sampling=options.sampling) for p in prompts] if options.sampling else prompts
+
+
+def _with_adapters(prompts: list[Prompt], options: DemoOptions) -> list[Prompt]:
+    """The prompts, and again with each adapter of the command line."""
+    names = [name for name, _ in options.adapter]
+    return prompts + [attrs.evolve(p, name=f"{p.name}, {name}", adapter=name) for p in prompts for name in names]
 
 
 def _checkpoints(options: DemoOptions) -> tuple[Path, ...]:
@@ -147,11 +156,13 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
         device=device_of(gpus[0] if gpus else None),
         back_end=options.back_end,
         cold=options.cold_draft == "zero",
+        adapters=adapters_of(dict(options.adapter)),
     )
     asked = [(r.prompt.tokens, r.prompt.sampling) for r in served]
     encoder = Encoder(_encoder(options)) if options.images else None
     seen = [encoder.rows(image.pixels for image in r.prompt.images) if encoder else None for r in served]
-    results = dict(zip(served, engine.generate_all(asked, options.max_new, seen), strict=True))
+    adapters = [request.prompt.adapter for request in served]
+    results = dict(zip(served, engine.generate_all(asked, options.max_new, seen, adapters), strict=True))
     found = []
     for request in router.requests:
         result, lag = results.get(request), None
@@ -159,7 +170,7 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
             found.append(Compared(request, [], SpeculationStats()))
             continue
         if engine.rounds and request.prompt.sampling.plain and request.tokens != result.tokens:
-            lag = engine.lag(request.prompt.tokens, request.tokens)
+            lag = engine.lag(request.prompt.tokens, request.tokens, request.prompt.adapter)
         found.append(Compared(request, result.tokens, result.stats, engine.rounds, lag, result.logprobs))
     return found
 

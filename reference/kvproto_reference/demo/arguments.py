@@ -18,6 +18,7 @@ from .options import (
     POOLS,
     SPECULATE,
     TRANSPORT_HELP,
+    add_adapters,
     add_back_end,
     add_captured,
     add_dcp,
@@ -92,6 +93,7 @@ class DemoOptions:
     down: float | None = None
     overview: bool = False
     tiers: bool = False
+    adapter: list[tuple[str, Path]] = attrs.Factory(list)
     images: bool = False
     encoder_tp: int = 2
     encoder_seed: int = 0
@@ -153,6 +155,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
         add(f"--{role}-page-size", type=int, metavar="N", help=f"tokens per page of {role}, if different")
     add("--chunk", type=int, default=64, help="prompt tokens per prefill step (default 64)")
     add_spread(parser)
+    add_adapters(parser)
     add("--cold-draft", choices=COLD, nargs="?", const=COLD[0],
         help="prefill has no draft: decode's begins with zero rows, or computes them (default compute)")  # fmt: skip
     add("--pages", type=int, default=160, help="pages in each pool (default 160)")
@@ -246,6 +249,9 @@ def check(options: DemoOptions) -> None:
         (options.tiers and (options.attach is not None or options.trouble),
          "--tiers is of one engine: leave --attach, --kill, --drain, --sleep and --pause out"),
         (options.json and options.picture, "--picture is of what is printed for people: leave --json out"),
+        (options.adapter and (options.tiers or options.images or options.trouble),
+         "--adapter sends each prompt without an adapter and with each: leave --tiers, --images, --kill, --drain,"
+         " --sleep and --pause out"),
         *(_dp_attention(options) if options.dp_attention else ()),
         *(_images(options) if options.images else ()),
     )  # fmt: skip

@@ -36,7 +36,6 @@ from ..engine.description import (
     state_bytes,
     windows_of,
 )
-from ..engine.images import prompt_of
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefill import Prefiller
@@ -302,7 +301,7 @@ class DecodeProcess(EngineProcess):
             return
         try:
             sequence = self.sequence(word)
-            job = Job(word["id"], read_ticket(word["ticket"]), prompt_of(word), sequence)
+            job = Job(word["id"], read_ticket(word["ticket"]), sequence.asked, sequence)
             self.check_room(sequence.rows())
         except (EngineError, KvprotoError) as error:
             self.tell("failed", id=word["id"], error=str(error), code=code_of(error))

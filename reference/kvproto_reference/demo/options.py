@@ -12,6 +12,7 @@ from kvproto import Options, Seed, read_sources
 from kvproto.calibration import Probe, load
 from kvproto.options import Spread
 
+from ..adapters import NO_ADAPTERS, Adapters, adapters_of
 from ..attention.exchange import EXCHANGES, ON_CUDA
 from ..attention.flashinfer_kernel import KERNELS
 from ..cache.memory import Allocate, of_jax, shareable
@@ -106,6 +107,8 @@ class EngineOptions:
     """The back end of attention in torch: one of KERNELS."""
     captured: bool = False
     """Whether decode's steps of one token are CUDA graphs."""
+    adapters: Adapters = NO_ADAPTERS
+    """LoRA adapters of the target, which requests name."""
     images: bool = False
     """Whether an encoder engine in the folder makes rows of images, for prefill."""
     feed: bool = False
@@ -277,6 +280,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         captured=vars(args).get("captured", False),
         costs=args.costs and load(args.costs),
         feed=args.feed,
+        adapters=adapters_of(dict(args.adapter)),
         images=vars(args).get("images", False),
         quiet=vars(args).get("quiet", False),
         intent=vars(args).get("intent", False),
@@ -330,6 +334,7 @@ def _parser(role: str) -> argparse.ArgumentParser:
     most = "let requests ask for log probabilities, with those of the N likeliest tokens at most; as the other engine"
     add("--max-logprobs", type=int, metavar="N", help=most)
     add_spread(parser)
+    add_adapters(parser)
     add("--no-verify", action="store_true", help="do not offer feature VERIFY")
     add("--transport", default="shm", metavar="NAME", help=TRANSPORT_HELP)
     gpus = "GPUs of the ranks (default 0 with --transport cuda, otherwise the host)"
@@ -439,6 +444,10 @@ def _check(role: str, args: argparse.Namespace) -> None:
         (vars(args).get("images") and kept, "--host-pages finds pages by tokens, not by images: leave one of them out"),
         (vars(args).get("images") and gpus,
          "--images takes rows in memory of the host: choose --transport shm or inline, without --devices"),
+        (jax and args.adapter, "--adapter is torch's: --framework jax computes all requests with the target alone"),
+        (captured and args.adapter,
+         "a CUDA graph computes all tokens alike, with or without adapters: leave --captured or --adapter out"),
+        (len(dict(args.adapter)) < len(args.adapter), "--adapter names each adapter once"),
         (jax and args.dp > 1, "--dp is torch's: --framework jax has the experts of one replica"),
         (args.dp > 1 and captured, "--captured is of ranks alone: experts of other replicas are in no CUDA graph"),
         (role == "decode" and args.cp > 1, "--cp is prefill's; ranks of decode deal tokens by --dcp"),
@@ -526,6 +535,19 @@ def add_spread(parser: argparse.ArgumentParser) -> None:
     """Add `--spread`; the demo has the same as its engines."""
     text = "which prefill ranks send what several have: even, few or one, the same in both engines (default even)"
     parser.add_argument("--spread", choices=("even", "few", "one"), default="even", help=text)
+
+
+def add_adapters(parser: argparse.ArgumentParser) -> None:
+    """Add `--adapter`; the demo has the same as its engines."""
+    text = "load a LoRA adapter of the target, in PEFT's form, that requests may name; may be given several times"
+    parser.add_argument("--adapter", type=_adapter, action="append", default=[], metavar="NAME=DIR", help=text)
+
+
+def _adapter(text: str) -> tuple[str, Path]:
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise argparse.ArgumentTypeError(f"NAME=DIR is needed, not {text}")
+    return name, Path(folder)
 
 
 def draft_folder(name: str, speculate: int, target: str) -> Path | None:

@@ -14,7 +14,7 @@ from kvproto.events import Event, Expired, Freed, Refused, Sent, Undelivered
 from ..cache.windows import first_row
 from ..engine import logprobs
 from ..engine.description import FIRST, HIDDEN, hidden_bytes, windows_of
-from ..engine.images import expected, prompt_of
+from ..engine.images import expected
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefill import Prefiller
@@ -135,14 +135,14 @@ class PrefillProcess(EngineProcess):
         """Take a request of the router, or tell it why not."""
         requests: dict[int, Request] = {}
         try:
-            prompt, ticket = prompt_of(word), read_ticket(word["ticket"])
+            sequence, ticket = self.sequence(word), read_ticket(word["ticket"])
+            prompt = sequence.asked
             requests |= {r: source.request(ticket, prompt) for r, source in self.sources.items()}
             self.check_room(len(prompt))
-            sequence = self.sequence(word)
-            if prompt.salts:
+            if sequence.images:
                 if self.rows is None:
                     raise EngineError("this prefill has no encoder for images: start it with --images")
-                self.rows.add(word["id"], read_ticket(word["rows"]), expected(prompt))
+                self.rows.add(word["id"], read_ticket(word["rows"]), expected(sequence))
         except (KvprotoError, EngineError) as error:
             for request in requests.values():
                 request.fail(str(error))

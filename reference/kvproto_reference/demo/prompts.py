@@ -27,6 +27,10 @@ class Prompt:
     """The user's words, if a chat template made the prompt from them."""
     images: tuple[Image, ...] = ()
     """The images that its IMAGE tokens stand for, in turn."""
+    adapter: str = ""
+    """The LoRA adapter with which it is to be answered; empty for none."""
+    cache_salt: str = ""
+    """The tenant whose it is, if pages are not to be shared with others."""
 
 
 CHATS = (

@@ -14,12 +14,12 @@ import torch
 from kvproto import Pool, Sink, Source
 from kvproto.events import Event, PoolFree, ProtocolError
 
+from ..adapters import chosen
 from ..cache import PageAllocator
 from ..cache.memory import device_of
 from ..cache.windows import needed
 from ..engine.build import Hosted, torch_hosted
 from ..engine.description import DRAFT, TARGET, WINDOW, geometry, page_tables, windows_of
-from ..engine.images import prompt_of
 from ..engine.kept_pages import KeptPages, names_of
 from ..engine.lockstep import Lockstep, Said
 from ..engine.sampling import SamplingParams
@@ -58,6 +58,7 @@ class EngineProcess:
             options.replica,
             options.cold_draft is not None,
             options.max_logprobs,
+            options.adapters,
         )
         self._part: Callable[[bool], None] = lambda well: None
         """Leaves the other processes, as they do too if all is well."""
@@ -132,6 +133,7 @@ class EngineProcess:
             options.back_end,
             options.captured,
             options.window_pages,
+            options.adapters,
         )
 
     # the loop
@@ -344,14 +346,17 @@ class EngineProcess:
         self.tell("settled", rank=rank, left=word["left"], pages=word["pages"])
 
     def sequence(self, word: dict[str, Any]) -> TokenSequence:
-        """The request that a word of the router asks for; raises EngineError for sampling out of range."""
+        """The request that a word of the router asks for.
+
+        Raises EngineError for sampling out of range, and LocalError for an adapter that is not here.
+        """
         sampling, most = SamplingParams.of(word.get("sampling", {})), self.options.max_logprobs
         if sampling.logprobs is not None and (most is None or sampling.logprobs > most):
             has = "no log probabilities" if most is None else f"those of {most} tokens at most"
             raise EngineError(
                 f"the request asks for logprobs {sampling.logprobs}, the engine has {has}: --max-logprobs"
             )
-        images = prompt_of(word).salts
+        images = [bytes.fromhex(digest) for digest in word.get("images", ())]
         if images and self.kept is not None:
             raise EngineError("pages on the host are found by tokens, not by images: leave --host-pages out")
         return TokenSequence(
@@ -359,7 +364,9 @@ class EngineProcess:
             max_new=word["max_new"],
             sampling=sampling,
             tokenizer=self.tokenizer,
+            adapter=chosen(self.options.adapters, word.get("adapter", "")),
             images=images,
+            cache_salt=word.get("cache_salt", ""),
         )
 
     def need(self, tokens: int) -> tuple[int, ...]:

@@ -117,6 +117,14 @@ def other_tokens(router: Router) -> bool:
     return bool(alike) and all(a.tokens != b.tokens for a, b in alike)
 
 
+def other_adapters(router: Router) -> bool:
+    """Whether any two adapters, or one and none, answered some prompt differently."""
+    answers = defaultdict(list)
+    for request in router.requests:
+        answers[request.prompt.adapter].append(request.tokens)
+    return len(answers) > 1 and all(a != b for a, b in combinations(answers.values(), 2))
+
+
 def as_json(
     router: Router, compared: list[Compared], verdicts: dict[str, bool], tokenizer: Tokenizer, notes: Notes
 ) -> dict[str, Any]:
@@ -159,6 +167,10 @@ WORDS = {
     "images": {
         True: "[green]another image, other tokens",
         False: "[red]another image, THE SAME TOKENS: if one engine has them too, raise --max-new",
+    },
+    "adapters": {
+        True: "[green]another adapter, other tokens",
+        False: "[red]another adapter, THE SAME TOKENS: if one engine has them too, raise --max-new",
     },
     "pause": {True: "[green]nothing was lost", False: "[red]nothing was under way, or something was lost"},
 }

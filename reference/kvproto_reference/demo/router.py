@@ -235,6 +235,7 @@ class Router:
                     "max_new": request.max_new, "sampling": attrs.asdict(prompt.sampling)}  # fmt: skip
             if request.lost:
                 self._note(f"{prompt.name!r} is asked again, with a new ticket")
+            body |= {"adapter": prompt.adapter, "cache_salt": prompt.cache_salt}
             rows = self._encode(request) if prompt.images else {}
             for name, op in zip(pair, ("prefill", "decode"), strict=True):
                 self._engines[name].line.send(op, **body, **rows)

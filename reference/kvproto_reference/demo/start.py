@@ -31,6 +31,7 @@ def start(
     shared += [] if options.verify else ["--no-verify"]
     if options.sampling is not None and options.sampling.logprobs is not None:
         shared += ["--max-logprobs", str(options.sampling.logprobs)]
+    shared += [f"--adapter={name}={each}" for name, each in options.adapter]
     shared += ["--pull"] if options.pull else []
     shared += ["--pools", options.pools]
     shared += ["--window-pages", str(options.window_pages)] if options.window_pages else []

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from kvproto import Geometry, Pool
 
 from .. import checkpoint
+from ..adapters import NO_ADAPTERS, Adapters, load_adapters
 from ..attention.base import Exchange
 from ..attention.exchange import Alone, exchange_of
 from ..attention.flashinfer_kernel import FlashInferKernel, kernel_of
@@ -19,11 +20,11 @@ from ..attention.torch_kernel import TorchKernel
 from ..cache import NOTHING, HybridPools, KVPool, Shard
 from ..cache.memory import Allocate
 from ..errors import EngineError
-from ..models import FusedOps, Head, Model, ModelConfig, Ops, Pipeline, TensorParallel, head_among, kv_head_of
+from ..models import FusedOps, Head, Lora, Model, ModelConfig, Ops, Pipeline, TensorParallel, head_among, kv_head_of
 from .captured import CapturedRunner
 from .context import ContextRunner
 from .description import DRAFT, TARGET, Layout, hand_over, shards
-from .runner import Elsewhere, HeadRunner, Runner, TorchRunner
+from .runner import NO_LORAS, Elsewhere, HeadRunner, Runner, TorchRunner
 from .world import World
 
 
@@ -56,10 +57,11 @@ def torch_hosted(
     back_end: str = "torch",
     captured: bool = False,
     window_pages: int | None = None,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Hosted:
     """One rank of an engine in torch, which has a process for each; `torch_runner` says what two of the last are.
 
-    Sliding windows have `window_pages` pages (None: as many as the rest).
+    `adapters` are of the target. Sliding windows have `window_pages` pages (None: as many as the rest).
     """
     mine, ranks = shards(geometry, world.rank), range(layout.ranks)
     stages = [ranks[first : first + layout.stage] for first in ranks[:: layout.stage]]
@@ -83,18 +85,18 @@ def torch_hosted(
         if config.hybrid:
             beside = HybridPools.allocate(config, pages, shard, place, device, memory, window_pages)
         loaded = checkpoint.load_either(folder, folders[0], place, dtype=config.dtype, device=device)
-        context = along if shard.count > 1 else None
         made = torch_runner(
             loaded,
             cache,
             shard,
             among,
             layout.exchange,
-            context,
+            along if shard.count > 1 else None,
             back_end=back_end,
             captured=captured,
             taps=() if model else taps,
             beside=beside if config.hybrid else NOTHING,
+            loras=load_adapters(NO_ADAPTERS if model else adapters, config, place, device),
         )
         runners.append(made)
 
@@ -141,17 +143,20 @@ def torch_runner(
     captured: bool = False,
     taps: Sequence[int] = (),
     beside: HybridPools = NOTHING,
+    loras: Mapping[str, Lora] = NO_LORAS,
 ) -> Runner:
     """A model over its pool on one rank; DCP ranks merge over the group `among` by an exchange of EXCHANGES.
 
     `context` is the CP group of prefill ranks, on back end torch. `by_token` is as in `PagedAttention`, and `back_end`
     a name of KERNELS. With `captured`, decode steps on a GPU are CUDA graphs. `taps` are layers of a target whose
-    hidden states a head reads. `beside` has the pools of a hybrid's other layers. Raises EngineError where heads or
-    hybrids cannot be had.
+    hidden states a head reads. `beside` has the pools of a hybrid's other layers, and `loras` are adapters by name.
+    Raises EngineError where heads, hybrids or adapters cannot be had.
     """
     config, place = model.config, model.tp
     if captured and (taps or isinstance(model, Head)):
         raise EngineError("CUDA graphs keep no hidden states, which a head needs: leave --captured out")
+    if captured and loras:
+        raise EngineError("a CUDA graph computes all tokens alike, with or without adapters: leave --captured out")
     if captured and config.moe is not None:
         raise EngineError("the host looks which experts are chosen, which no CUDA graph does: leave --captured out")
     group, own = (where.share(config.heads) for where in (place.together, place))
@@ -170,11 +175,11 @@ def torch_runner(
             reads = TorchKernel(beside.windows, mine, mine, config.window.tokens)
             window = PagedAttention(beside.windows, reads, Alone())
         mixed = HybridAttention(pool, TorchKernel(pool, *heads), merging, window, beside.states, shard)
-        return TorchRunner(model, mixed, shard, taps)
+        return TorchRunner(model, mixed, shard, taps, loras)
     if context is not None:
         if isinstance(model, Head):
             raise EngineError("a head is not dealt over ranks of prefill: leave --draft-sharded out")
-        return ContextRunner(model, pool, TorchKernel(pool, *heads), shard, context, taps)
+        return ContextRunner(model, pool, TorchKernel(pool, *heads), shard, context, taps, loras)
     kernel = kernel_of(back_end, pool, *heads, fixed=captured)
     model.use(FusedOps() if isinstance(kernel, FlashInferKernel) else Ops())
     attention = PagedAttention(pool, kernel, merging, by_token)
@@ -182,4 +187,4 @@ def torch_runner(
         return HeadRunner(model, attention, shard)
     if captured and pool.device.type == "cuda":
         return CapturedRunner(model, attention, shard)
-    return TorchRunner(model, attention, shard, taps)
+    return TorchRunner(model, attention, shard, taps, loras)

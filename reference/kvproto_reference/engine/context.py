@@ -6,7 +6,7 @@ earlier tokens each rank attends with all ranks' queries over its own rows, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from ..attention.torch_kernel import TorchKernel
 from ..cache import KVPool, Shard
 from ..cache.sharding import Ints
 from ..gather import gather
-from ..models import Attention, Model, Rows, Taps
-from .runner import Chunk, Computed, TorchLogits, TorchModel, assemble, seen_in
+from ..models import Attention, Lora, Model, Rows, Taps
+from .runner import NO_LORAS, Chunk, Computed, TorchLogits, TorchModel, adapted_in, assemble, seen_in
 
 __all__ = ["ContextRunner"]
 
@@ -67,9 +67,10 @@ class ContextRunner(TorchModel):
         shard: Shard,
         group: dist.ProcessGroup,
         taps: Sequence[int] = (),
+        loras: Mapping[str, Lora] = NO_LORAS,
     ) -> None:
         super().__init__(model, pool, shard)
-        self.model, self._group, self._taps = model, group, taps
+        self.model, self._group, self._taps, self._loras = model, group, taps, loras
         self._attention = _Context(pool, kernel, self._everywhere, self._gather)
 
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
@@ -84,8 +85,8 @@ class ContextRunner(TorchModel):
             )
             self._attention.begin(batch, mine, owners)
             taps = Taps(self._taps) if self._taps else None
-            seen = seen_in(chunks, own)
-            logits = self.model.forward(ids, positions, self._attention, computed, said, taps, seen)
+            seen, adapted = seen_in(chunks, own), adapted_in(chunks, self._loras, device, own)
+            logits = self.model.forward(ids, positions, self._attention, computed, said, taps, seen, adapted)
             hidden = self._gather(taps.hidden, owners) if taps else None
             return TorchLogits(self._gather(logits, owners[wanted]), hidden=hidden)
 

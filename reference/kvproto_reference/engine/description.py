@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvproto import Block, Cache, DType, Geometry, ItemKind, Parallel, Pool, lay_out
 
+from ..adapters import NO_ADAPTERS, Adapters, digest_of
 from ..cache import NOTHING, HybridPools, KVPool, Shard
 from ..cache.states import CONV, SSM
 from ..cache.windows import window_table
@@ -149,13 +150,14 @@ def geometry(
     replica: int = 0,
     cold: bool = False,
     max_logprobs: int | None = None,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Geometry:
     """Return what the ranks of one replica own: the models' caches, and on ranks of the last stage the first token.
 
     With it goes, for a head, what the target makes of the last token of the prompt. `tokenizer` is the tokenizer's
     identity. With `cold`, another engine need not know the draft, so nothing of that is asked for. With `max_logprobs`,
-    the first token comes with log probabilities. Raises EngineError for too many ranks, and for a head of another
-    target.
+    the first token comes with log probabilities. Engines with other `adapters` are warned, as a request names the one
+    that it needs. Raises EngineError for too many ranks, and for a head of another target.
     """
     check_draft(folders, configs)
     names = (TARGET, DRAFT)[: len(folders)]
@@ -163,6 +165,8 @@ def geometry(
     facts["tokenizer"], warn = tokenizer, dict[str, str]()
     if cold and DRAFT in names:
         warn = {f"weights.{DRAFT}": facts.pop(f"weights.{DRAFT}")}
+    if adapters:
+        warn["adapters"] = digest_of(adapters)
     first = {"token": (DType.U32, 4)}
     if hidden_of(configs) and not cold:
         first[HIDDEN] = hidden_type(configs)

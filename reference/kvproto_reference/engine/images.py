@@ -19,7 +19,7 @@ from ..errors import EngineError
 from ..models import ModelConfig
 from ..models.encoder import EncoderConfig
 from .description import DTYPES
-from .sequence import IMAGE
+from .sequence import IMAGE, TokenSequence
 
 AXIS, ROWS = "image", "image rows"
 """The axis of images, all of a request in turn, and the group of the rows that an encoder makes of them."""
@@ -52,14 +52,9 @@ class Image:
         return cls(data.reshape(shape))
 
 
-def prompt_of(word: Mapping[str, Any]) -> Prompt:
-    """The prompt of a router's word for prefill or decode, which has the digests of its images and not their pixels."""
-    return Prompt(word["prompt"], salts=[bytes.fromhex(digest) for digest in word.get("images", ())])
-
-
-def expected(prompt: Prompt) -> Prompt:
+def expected(sequence: TokenSequence) -> Prompt:
     """The prompt as prefill asks an encoder for it: the axis has a position for each of its IMAGE tokens."""
-    return Prompt(prompt.tokens, salts=prompt.salts, axes={AXIS: int((prompt.tokens == IMAGE).sum())})
+    return Prompt(sequence.prompt, salts=sequence.images, axes={AXIS: sequence.prompt.count(IMAGE)})
 
 
 def shown(tokens: Sequence[int], images: Sequence[Image], config: EncoderConfig) -> Prompt:

@@ -128,7 +128,8 @@ class KeptPages:
 
     def begin(self, id: str, sequence: TokenSequence, count: int) -> None:
         """Start looking up pages of the first `count` tokens of a prompt in storage, in threads."""
-        until, chains = time.monotonic() + patience(count), [each.chain(sequence.prompt[:count]) for each in self._all]
+        until = time.monotonic() + patience(count)
+        chains = [each.chain(sequence.prompt[:count], **sequence.names) for each in self._all]
         fetches = [each.fetch(chain, until) for each, chain in zip(self._all, chains, strict=True)]
         self._coming[id] = _Coming(sequence, chains, count, fetches)
 

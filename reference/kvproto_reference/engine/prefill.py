@@ -92,7 +92,8 @@ class Prefiller:
         if sequence.seen is not None:
             before, until = (sequence.prompt[:end].count(IMAGE) for end in (start, stop))
             seen = sequence.seen[before:until]
-        return Chunk(sequence.text(start, stop), start, sequence.tables[0], unread=unread, window=window, seen=seen)
+        text, pages, adapter = sequence.text(start, stop), sequence.tables[0], sequence.adapter_name
+        return Chunk(text, start, pages, unread=unread, window=window, seen=seen, adapter=adapter)
 
     def _follow(self, draft: Runner, some: Sequence[Piece], hidden: Tensor | None = None) -> None:
         """Run the pieces through the draft, whose rows run ahead by as many tokens as it says."""

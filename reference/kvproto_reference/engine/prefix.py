@@ -1,8 +1,8 @@
 """Pages that requests leave behind in decode for later prompts that begin alike, so that they are not fetched again.
 
 A unit is the number of tokens that fill whole pages of the target and of the draft on all ranks. All ranks find the
-same units, as these depend only on tokens and images. Prompts with other images share nothing, as their IMAGE tokens
-are equal and their rows are not.
+same units, as these depend only on tokens and salts. Prompts with another adapter or other images share nothing, as
+their tokens are equal and their rows are not, nor do tenants that are to share nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .sequence import TokenSequence
 __all__ = ["PrefixCache", "tokens_a_unit"]
 
 Key = tuple[object, tuple[int, ...]]
-"""The unit before, or the images of the prompt, and the tokens of this one, with those that its rows look ahead to."""
+"""The unit before, or the salts of the prompt, and the tokens of this one, with those that its rows look ahead to."""
 
 
 @attrs.define(eq=False)
@@ -57,7 +57,7 @@ class PrefixCache:
         Returns how many of its tokens they hold already; None, taking nothing, while too few pages are free, or would
         be if `spare` pages of each pool were taken too.
         """
-        found = self._find(self._sought(sequence), sequence.images)
+        found = self._find(self._sought(sequence), sequence.salts)
         for unit in found:
             unit.users += 1
         fresh = [max(n - len(found) * each, 0) for n, each in zip(need, self._each, strict=True)]
@@ -101,7 +101,7 @@ class PrefixCache:
                 held[i].users -= 1
                 before = held[i]
                 continue
-            key = self._key(before or tuple(sequence.images), tokens, i * self.unit)
+            key = self._key(before or sequence.salts, tokens, i * self.unit)
             if key in self._units:  # another sequence has left the same unit
                 self._free_pages(pages)
                 before = self._units[key]
@@ -128,10 +128,10 @@ class PrefixCache:
             return sequence.text(0, sequence.due)
         return [] if sequence.generated else sequence.prompt[:-1]
 
-    def _find(self, tokens: Sequence[int], images: Sequence[bytes]) -> list[_Unit]:
+    def _find(self, tokens: Sequence[int], salts: tuple[bytes, ...]) -> list[_Unit]:
         found: list[_Unit] = []
         for lo in range(0, len(tokens) - self.unit - self._ahead + 1, self.unit) if self.unit else ():
-            key = self._key(found[-1] if found else tuple(images), tokens, lo)
+            key = self._key(found[-1] if found else salts, tokens, lo)
             if key not in self._units:
                 break
             found.append(self._units[key])

@@ -1,6 +1,7 @@
 """Runs one model over one paged pool: a step is any number of spans of any sequences."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import attrs
@@ -14,9 +15,10 @@ from ..attention.paged import PagedAttention
 from ..cache import KVPool, Shard
 from ..cache.states import StateRecord
 from ..errors import EngineError
-from ..models import Cached, Head, Model, Pipeline, Taps
+from ..models import Adapted, Cached, Head, Lora, Model, Pipeline, Taps
 from .sequence import IMAGE
 
+NO_LORAS: Mapping[str, Lora] = MappingProxyType({})
 Computed = Callable[[int], None]
 """Called with each layer once its rows of a step are written, on a GPU in stream order."""
 
@@ -44,6 +46,8 @@ class Chunk:
     """In their place, a head's output of the positions before [tokens, hidden]."""
     seen: Tensor | None = None
     """Rows of images [IMAGE tokens, hidden], which the target reads in place of the embeddings of its IMAGE tokens."""
+    adapter: str = ""
+    """The adapter with which the target computes these tokens; empty for none."""
 
     @property
     def stop(self) -> int:
@@ -200,10 +204,17 @@ def _begun(attention: PagedAttention, chunks: Sequence[Chunk], shard: Shard) -> 
 class TorchRunner(TorchModel):
     """A torch model whose steps attend over the pool, whole or dealt over a DCP group."""
 
-    def __init__(self, model: Model, attention: PagedAttention, shard: Shard, taps: Sequence[int] = ()) -> None:
-        """Steps keep the hidden states of the layers `taps`, for a draft."""
+    def __init__(
+        self,
+        model: Model,
+        attention: PagedAttention,
+        shard: Shard,
+        taps: Sequence[int] = (),
+        loras: Mapping[str, Lora] = NO_LORAS,
+    ) -> None:
+        """Steps keep the hidden states of the layers `taps`, for a draft; `loras` are the adapters by name."""
         super().__init__(model, attention.pool, shard)
-        self.model, self.attention, self._taps = model, attention, taps
+        self.model, self.attention, self._taps, self._loras = model, attention, taps, loras
 
     @property
     def windowed(self) -> bool:
@@ -213,7 +224,8 @@ class TorchRunner(TorchModel):
         with torch.no_grad():
             ids, positions, rows = _begun(self.attention, chunks, self._shard)
             taps = Taps(self._taps) if self._taps else None
-            logits = self.model.forward(ids, positions, self.attention, computed, rows, taps, seen_in(chunks))
+            seen, adapted = seen_in(chunks), adapted_in(chunks, self._loras, ids.device)
+            logits = self.model.forward(ids, positions, self.attention, computed, rows, taps, seen, adapted)
             self.attention.end()
             return TorchLogits(logits, self.attention.check, taps.hidden if taps else None)
 
@@ -286,6 +298,21 @@ def seen_in(chunks: Sequence[Chunk], own: npt.NDArray[np.int64] | None = None) -
         mine = torch.isin(place, torch.from_numpy(own))
         place, rows = torch.searchsorted(torch.from_numpy(own), place[mine]), rows[mine]
     return place, rows
+
+
+def adapted_in(
+    chunks: Sequence[Chunk],
+    loras: Mapping[str, Lora],
+    device: torch.device,
+    own: npt.NDArray[np.int64] | None = None,
+) -> Adapted:
+    """The adapters of a step's tokens; `own` are the ascending tokens of the step that this rank computes, or all."""
+    if not any(chunk.adapter for chunk in chunks):
+        return Adapted()
+    names = np.repeat([chunk.adapter for chunk in chunks], [len(chunk.tokens) for chunk in chunks])
+    names = names if own is None else names[own]
+    places = {name: np.flatnonzero(names == name) for name in dict.fromkeys(chunk.adapter for chunk in chunks) if name}
+    return Adapted([(loras[name], torch.from_numpy(place).to(device)) for name, place in places.items()])
 
 
 def assemble(

@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 import attrs
 from torch import Tensor
 
+from kvproto import Prompt, tenant_digest
+
+from ..adapters import Adapter
 from ..errors import EngineError
 from ..tokenizer import BYTES, Tokenizer
 from . import logprobs
@@ -51,8 +54,12 @@ class TokenSequence:
     stats: SpeculationStats = attrs.field(factory=SpeculationStats)
     hidden: Tensor | None = None
     """For a head: the target's hidden states at the last positions [n, taps * width] whose rows it lacks."""
+    adapter: Adapter | None = None
+    """The adapter with which the target computes it."""
     images: Sequence[bytes] = ()
     """The digests of the images that the prompt shows."""
+    cache_salt: str = ""
+    """The tenant, whose pages no other one finds; empty if it shares them."""
     seen: Tensor | None = None
     """Rows of an encoder [IMAGE tokens, width], for the rank that embeds tokens, until the prompt is over."""
     logprobs: list[LogProbs] = attrs.field(factory=list)
@@ -65,6 +72,28 @@ class TokenSequence:
             raise EngineError("the prompt is empty")
         if self.max_new < 1:
             raise EngineError(f"max_new must be at least 1 token, not {self.max_new}")
+
+    @property
+    def adapter_name(self) -> str:
+        """Empty without an adapter."""
+        return "" if self.adapter is None else self.adapter.name
+
+    @property
+    def salts(self) -> tuple[bytes, ...]:
+        """Digests of adapter, images and tenant: rows of equal tokens are shared where these are equal, too."""
+        adapter = () if self.adapter is None else (self.adapter.digest,)
+        return (*adapter, *self.images, *([tenant_digest(self.cache_salt)] if self.cache_salt else ()))
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The same for tiers: what the namespace of its pages has beside the models (KVP-TIER-NAMESPACE)."""
+        adapter = {} if self.adapter is None else {"adapter": self.adapter.digest.hex()}
+        return adapter | ({"salt": self.cache_salt} if self.cache_salt else {})
+
+    @property
+    def asked(self) -> Prompt:
+        """The prompt that both engines have to agree on."""
+        return Prompt(self.prompt, self.adapter_name, self.salts)
 
     @property
     def length(self) -> int:

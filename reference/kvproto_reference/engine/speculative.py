@@ -82,6 +82,7 @@ class SpeculativeDecoder:
                         every=True,
                         proposed=len(p.tokens),
                         window=p.sequence.tables[-1] if self.target.windowed else (),
+                        adapter=p.sequence.adapter_name,
                     )
                     for p in some
                 ]

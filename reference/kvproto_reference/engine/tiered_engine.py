@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from kvproto.tiers import Chain, PageLease
 from kvproto.tiers.store import Store
 
 from .. import checkpoint
+from ..adapters import NO_ADAPTERS, Adapters, chosen
 from ..cache.memory import shareable
 from ..errors import EngineError, OutOfPages
 from .build import Hosted, torch_hosted
@@ -69,6 +71,7 @@ class TieredEngine:
         keep: bool = True,
         layout: Layout | None = None,
         hosted: Host | None = None,
+        adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         """Pools of `pages` pages, and `host` pages on the host; without `keep` everything is computed each time.
 
@@ -79,7 +82,10 @@ class TieredEngine:
         self.tokenizer = checkpoint.shared_tokenizer(target_dir, draft_dir)
         configs = checkpoint.load_config(target_dir), checkpoint.load_config(draft_dir)
         said = geometry(folders, configs, self.tokenizer.identity, layout, page_size)
-        made = (hosted or _torch)(folders, said, layout, pages)
+        if hosted is not None and adapters:
+            raise EngineError("adapters are torch's: `hosted` computes all requests with the target alone")
+        self._adapters = adapters
+        made = (hosted or partial(_torch, adapters))(folders, said, layout, pages)
         whole = [made.target.shard.whole] if made.target.windowed else []
         self._unit, self._each = tokens_a_unit([*made.shards, *whole])
         if not self._unit:
@@ -97,11 +103,18 @@ class TieredEngine:
         self._keep = keep
         self._states, self._arrived = made.target.states, made.target.arrived
 
-    def answer(self, prompt: Sequence[int], max_new: int) -> Answer:
+    def answer(self, prompt: Sequence[int], max_new: int, adapter: str = "", cache_salt: str = "") -> Answer:
         """Continue a prompt by the most likely tokens, at most `max_new`; raises OutOfPages."""
         begun, unit = time.monotonic(), self._unit
+        sequence = TokenSequence(
+            prompt=[*prompt],
+            max_new=max_new,
+            tokenizer=self.tokenizer,
+            adapter=chosen(self._adapters, adapter),
+            cache_salt=cache_salt,
+        )
         # without its last token, which is computed in any case, since its logits are wanted
-        chains = [tiers.chain(prompt[:-1]) for tiers in self.ranks]
+        chains = [tiers.chain(prompt[:-1], **sequence.names) for tiers in self.ranks]
         fetches = [tiers.fetch(chain, float("inf")) for tiers, chain in zip(self.ranks, chains, strict=True)]
         while not all(fetch.over(time.monotonic()) for fetch in fetches):
             time.sleep(_PAUSE)
@@ -118,7 +131,6 @@ class TieredEngine:
             for tiers in self.ranks:
                 tiers.step()
             pages = min(lease.pages for lease in leases)
-            sequence = TokenSequence(prompt=[*prompt], max_new=max_new, tokenizer=self.tokenizer)
             sequence.tables = [
                 [slot * each + i for slot in leases[0].slots for i in range(each)] for each in self._each
             ]
@@ -176,6 +188,7 @@ class TieredEngine:
             tiers.close()
 
 
-def _torch(folders: tuple[Path, ...], said: Geometry, layout: Layout, pages: int, /) -> Hosted:
+def _torch(adapters: Adapters, folders: tuple[Path, ...], said: Geometry, layout: Layout, pages: int, /) -> Hosted:
     configs = tuple(checkpoint.load_config(folder) for folder in folders)
-    return torch_hosted(folders, configs, said, layout, World(), pages, torch.device("cpu"), shareable)
+    host = torch.device("cpu")
+    return torch_hosted(folders, configs, said, layout, World(), pages, host, shareable, adapters=adapters)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvproto import lay_out
 
 from .. import checkpoint
+from ..adapters import NO_ADAPTERS, Adapters, chosen, load_adapters
 from ..cache import HybridPools, KVPool, PageAllocator, Shard
 from ..cache.windows import needed
 from ..models import head_among
@@ -59,10 +60,12 @@ class Undivided:
         device: torch.device | str = "cpu",
         back_end: str = "torch",
         cold: bool = False,
+        adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         """With `cold`, the draft begins without rows of the prompt: they are zero, and what a head reads of it is."""
         self._cold = cold
         self._chunk = chunk
+        self._adapters = adapters
         folders = [target_dir] if draft_dir is None else [target_dir, draft_dir]
         self.tokenizer = checkpoint.shared_tokenizer(*folders)
         configs = [checkpoint.load_config(folder, dtype) for folder in folders]
@@ -76,7 +79,8 @@ class Undivided:
             taps = head.taps if head and not model else ()
             shard = Shard(group, 0)
             beside = HybridPools.allocate(loaded.config, pages, shard, device=device)
-            return torch_runner(loaded, pool, shard, back_end=back_end, taps=taps, beside=beside)
+            loras = load_adapters(NO_ADAPTERS if model else adapters, loaded.config, loaded.tp, device)
+            return torch_runner(loaded, pool, shard, back_end=back_end, taps=taps, beside=beside, loras=loras)
 
         self.rounds = checkpoint.load_config(target_dir, dtype).dtype != "float32"
         """Whether the last bits of logits depend on what else was in a step."""
@@ -92,29 +96,36 @@ class Undivided:
         self._exact: Undivided | None = None
         """The target in 32 bits, where this engine rounds."""
         if self.rounds:
-            self._exact = Undivided(target_dir, page_size=page_size, pages=pages, chunk=chunk, device=device)
+            self._exact = Undivided(
+                target_dir, page_size=page_size, pages=pages, chunk=chunk, device=device, adapters=adapters
+            )
 
     def generate(
-        self, prompt: bytes | Sequence[int], sampling: SamplingParams | None = None, max_new: int = 64
+        self,
+        prompt: bytes | Sequence[int],
+        sampling: SamplingParams | None = None,
+        max_new: int = 64,
+        adapter: str = "",
     ) -> Result:
         """Continue a prompt, text or tokens, by at most `max_new` tokens; greedy by default."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, bytes) else prompt
-        return self.generate_all([(ids, sampling or SamplingParams())], max_new)[0]
+        return self.generate_all([(ids, sampling or SamplingParams())], max_new, adapters=[adapter])[0]
 
     def generate_all(
         self,
         prompts: Sequence[tuple[Sequence[int], SamplingParams]],
         max_new: int,
         seen: Sequence[Tensor | None] = (),
+        adapters: Sequence[str] = (),
     ) -> list[Result]:
         """Continue many prompts as one batch, by at most `max_new` tokens each.
 
-        `seen` are the rows of each prompt's images, as `TokenSequence` has them.
+        `seen` are the rows of each prompt's images, as `TokenSequence` has them, and `adapters` the name of each one's.
         """
         some: list[TokenSequence] = []
         try:
-            for (ids, sampling), rows in zip_longest(prompts, seen):
-                some.append(self.add(ids, sampling, max_new, rows))
+            for (ids, sampling), rows, adapter in zip_longest(prompts, seen, adapters):
+                some.append(self.add(ids, sampling, max_new, rows, adapter or ""))
             while not all(sequence.finished for sequence in some):
                 self.step()
         finally:
@@ -123,12 +134,21 @@ class Undivided:
         return [Result(tokens=s.generated, stats=s.stats, logprobs=s.logprobs, tokenizer=self.tokenizer) for s in some]
 
     def add(
-        self, prompt: Sequence[int], sampling: SamplingParams, max_new: int, seen: Tensor | None = None
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        max_new: int,
+        seen: Tensor | None = None,
+        adapter: str = "",
     ) -> TokenSequence:
         """Begin with a prompt, whose sequence later steps complete; raises OutOfPages if too few pages are free."""
-        tokenizer = self.tokenizer
         sequence = TokenSequence(
-            prompt=list(prompt), max_new=max_new, sampling=sampling, tokenizer=tokenizer, seen=seen
+            prompt=list(prompt),
+            max_new=max_new,
+            sampling=sampling,
+            tokenizer=self.tokenizer,
+            seen=seen,
+            adapter=chosen(self._adapters, adapter),
         )
         counts = [self.pages_of(len(sequence.prompt), max_new)] * len(self._pages)
         if self._window:
@@ -163,19 +183,20 @@ class Undivided:
         """Pages of either pool that a prompt of `prompt` tokens needs with its continuation."""
         return self._target.shard.pages(rows_needed(prompt, max_new))
 
-    def lag(self, prompt: Sequence[int], found: Sequence[int]) -> float:
+    def lag(self, prompt: Sequence[int], found: Sequence[int], adapter: str = "") -> float:
         """The largest distance of the tokens that continue a prompt from the most likely ones in 32 bits.
 
         Each is in units of the error that rounding makes there, the root of the mean square over all logits, given the
         tokens before; 0 if all are the most likely, infinite for others where nothing rounds.
         """
         worst, exact = 0.0, self._exact or self
-        for token, scores, right in zip(found, self.scores(prompt, found), exact.scores(prompt, found), strict=True):
+        both = (engine.scores(prompt, found, adapter) for engine in (self, exact))
+        for token, scores, right in zip(found, *both, strict=True):
             behind, error = float(right.max() - right[token]), float(np.std(scores - right))
             worst = max(worst, behind / error if error else behind and math.inf)
         return worst
 
-    def scores(self, prompt: Sequence[int], found: Sequence[int]) -> Iterator[Scores]:
+    def scores(self, prompt: Sequence[int], found: Sequence[int], adapter: str = "") -> Iterator[Scores]:
         """The logits [vocab] from which each token of a prompt's continuation was to be chosen."""
         ids = [*prompt, *found]
         pages = self._pages[0].allocate(self._target.shard.pages(len(ids)))
@@ -183,7 +204,8 @@ class Undivided:
         try:
             for start in range(0, len(ids) - 1, self._chunk):
                 stop = min(start + self._chunk, len(ids) - 1)
-                logits = self._target.run([Chunk(ids[start:stop], start, pages, every=True, window=window)])
+                piece = Chunk(ids[start:stop], start, pages, every=True, window=window, adapter=adapter)
+                logits = self._target.run([piece])
                 for place in range(max(start, len(prompt) - 1), stop):
                     yield logits.row(place - start)
         finally:

@@ -5,11 +5,13 @@ from .config import DeltaConfig, HeadConfig, ModelConfig, MoeConfig, WindowConfi
 from .decoder import Decoder
 from .expert_parallel import ExpertParallel
 from .head import Head, head_among
+from .lora import Adapted, Lora
 from .ops import FusedOps, Ops
 from .parallel import SOLO, Pipeline, TensorParallel, cut, delta_heads, key_head_of, kv_head_of, kv_head_range
 
 __all__ = [
     "SOLO",
+    "Adapted",
     "Attention",
     "Cached",
     "Decoder",
@@ -19,6 +21,7 @@ __all__ = [
     "FusedOps",
     "Head",
     "HeadConfig",
+    "Lora",
     "Model",
     "ModelConfig",
     "MoeConfig",

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..errors import EngineError
 from .common import attend
 from .config import ModelConfig
+from .lora import NONE, Adapted
 from .ops import Ops
 from .parallel import SOLO, Pipeline, TensorParallel, kv_head_of
 
@@ -109,12 +110,13 @@ class Model(Cached, Protocol):
         wanted: Tensor | None = None,
         taps: Taps | None = None,
         seen: tuple[Tensor, Tensor] | None = None,
+        adapted: Adapted = NONE,
     ) -> Tensor:
         """Float32 logits [n, vocab] of tokens [n] int64 at positions [n] int64.
 
         `computed` is called with each layer once its rows are written, on a GPU in stream order. `wanted` [m] names the
         tokens whose logits are; all by default. `taps` collect hidden states of all tokens. `seen` are tokens [k], and
-        what the model reads in place of their embeddings [k, hidden].
+        what the model reads in place of their embeddings [k, hidden]. `adapted` has the adapters of these tokens.
         """
         ...
 

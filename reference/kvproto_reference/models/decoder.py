@@ -11,6 +11,7 @@ from .common import SwiGLU, product, weight
 from .config import ModelConfig
 from .delta import DeltaNet
 from .gqa import GqaAttention
+from .lora import NONE, Adapted
 from .mla import MlaAttention
 from .moe import MoeFFN
 from .ops import Stepping, Table
@@ -37,9 +38,9 @@ class Block(Stepping):
             else SwiGLU(config.hidden, config.ffn, tp)
         )
 
-    def forward(self, x: Tensor, table: Table, attention: Attention) -> Tensor:
+    def forward(self, x: Tensor, table: Table, attention: Attention, adapted: Adapted = NONE) -> Tensor:
         """x [..., n, hidden] -> [..., n, hidden]."""
-        mixed = self.attn.forward(self.ops.norm(x, self.attn_norm, self.eps), table, attention)
+        mixed = self.attn.forward(self.ops.norm(x, self.attn_norm, self.eps), table, attention, adapted)
         x, normed = self.ops.add_norm(x, mixed, self.ffn_norm, self.eps)
         return x + self.tp.all_reduce(self.ffn.forward(normed))
 
@@ -91,12 +92,13 @@ class Decoder(Stepping):
         wanted: Tensor | None = None,
         taps: Taps | None = None,
         seen: tuple[Tensor, Tensor] | None = None,
+        adapted: Adapted = NONE,
     ) -> Tensor:
         """Float32 logits [..., n, vocab] of tokens [..., n] int64 at positions [n] int64.
 
         `computed` is called with each layer once its rows are written, on a GPU in stream order. `wanted` [m] names the
         tokens whose logits are; all by default. `taps` collect hidden states of all tokens. `seen` are tokens [k], and
-        what the model reads in place of their embeddings [k, hidden].
+        what the model reads in place of their embeddings [k, hidden]. `adapted` has the adapters of tokens [n].
         """
         config, stages = self.config, self.stages
         if self.tp.experts is not None:
@@ -114,7 +116,7 @@ class Decoder(Stepping):
         for rank, layers in stages.chunks:
             x, before = stages.hand(x, before, rank), rank
             for layer in layers if rank == stages.rank else ():
-                x = self.blocks[layer].forward(x, table, attention)
+                x = self.blocks[layer].forward(x, table, attention, adapted)
                 if computed is not None:
                     computed(layer)
                 if taps is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .base import Attention, Recurrence, State
 from .common import join, split_heads, weight
 from .config import ModelConfig
+from .lora import NONE, Adapted
 from .ops import Stepping, Table
 from .parallel import TensorParallel, delta_heads, key_head_of
 
@@ -50,8 +51,8 @@ class DeltaNet(Stepping, Recurrence):
     def _projections(self) -> tuple[nn.Parameter, ...]:
         return self.query, self.key, self.value, self.decay, self.strength
 
-    def forward(self, x: Tensor, table: Table, attention: Attention) -> Tensor:
-        """x [..., n, hidden] -> [..., n, hidden], summed over ranks."""
+    def forward(self, x: Tensor, table: Table, attention: Attention, adapted: Adapted = NONE) -> Tensor:
+        """x [..., n, hidden] -> [..., n, hidden], summed over ranks; no adapter changes it."""
         weights = torch.cat(self._projections) if self._whole is None else self._whole
         mixed = attention.recur(self.layer, self, F.linear(x, weights))
         gate = split_heads(F.linear(x, self.output_gate), self.value_heads)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from .base import Attention
 from .common import join, product, split_heads, weight
 from .config import ModelConfig
+from .lora import NONE, Adapted
 from .ops import Stepping, Table
 from .parallel import TensorParallel, kv_head_range
 
@@ -35,14 +36,16 @@ class GqaAttention(Stepping):
         """See `Decoder.join`."""
         self._whole = join(self.q, self.k, self.v)
 
-    def forward(self, x: Tensor, table: Table, attention: Attention) -> Tensor:
-        """x [..., n, inputs] -> [..., n, hidden], summed over ranks."""
+    def forward(self, x: Tensor, table: Table, attention: Attention, adapted: Adapted = NONE) -> Tensor:
+        """x [..., n, inputs] -> [..., n, hidden], summed over ranks; with adapters, [n, inputs]."""
         c, bias = self.config, None
         weights = torch.cat((self.q, self.k, self.v)) if self._whole is None else self._whole
         if self.q_bias is not None and self.k_bias is not None and self.v_bias is not None:
             bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        all_heads = split_heads(product(x, weights, bias), self.heads + 2 * self.kv_heads)
-        q, k, v = all_heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], dim=-2)
+        projected, sizes = product(x, weights, bias), [self.heads, self.kv_heads, self.kv_heads]
+        for name, part in zip("qkv", projected.split_with_sizes([n * c.head_dim for n in sizes], -1), strict=True):
+            adapted.add(self.layer, name, x, part)
+        q, k, v = split_heads(projected, sum(sizes)).split_with_sizes(sizes, dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.ops.norm(q, self.q_norm, c.norm_eps), self.ops.norm(k, self.k_norm, c.norm_eps)
         q, k = self.ops.rope(q, k, table, c.rope_pairs)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from .base import Attention
 from .common import split_heads, weight
 from .config import ModelConfig
+from .lora import NONE, Adapted
 from .ops import Stepping, Table
 from .parallel import TensorParallel
 
@@ -35,12 +36,12 @@ class MlaAttention(Stepping):
         self.v_up = weight(own, config.v_dim, config.latent)
         self.o = weight(config.hidden, own * config.v_dim)
 
-    def forward(self, x: Tensor, table: Table, attention: Attention) -> Tensor:
-        """x [..., n, inputs] -> [..., n, hidden], summed over ranks."""
+    def forward(self, x: Tensor, table: Table, attention: Attention, adapted: Adapted = NONE) -> Tensor:
+        """x [..., n, inputs] -> [..., n, hidden], summed over ranks; with adapters, [n, inputs]."""
         c = self.config
-        q = split_heads(self._queries(x), self.heads)
+        q = split_heads(self._queries(x, adapted), self.heads)
         q_nope, q_rope = q[..., : c.nope_dim], q[..., c.nope_dim :]
-        kv = F.linear(x, self.kv_a).unsqueeze(-2)
+        kv = self._project("kv_a", x, adapted).unsqueeze(-2)
         latent, k_rope = kv[..., : c.latent], kv[..., c.latent :]
         q_rope, k_rope = self.ops.rope(q_rope, k_rope, table, c.rope_pairs)
         row = torch.cat((self.ops.norm(latent, self.kv_norm, LATENT_EPS), k_rope), dim=-1)
@@ -51,8 +52,14 @@ class MlaAttention(Stepping):
         out = torch.einsum("...hl,hvl->...hv", mixed, self.v_up)
         return self.tp.all_reduce(F.linear(out.flatten(-2), self.o))
 
-    def _queries(self, x: Tensor) -> Tensor:
+    def _queries(self, x: Tensor, adapted: Adapted) -> Tensor:
         """x [..., inputs] -> [..., heads * (nope_dim + rope_dim)]."""
-        if self.q_a is not None and self.q_a_norm is not None:
-            x = self.ops.norm(F.linear(x, self.q_a), self.q_a_norm, LATENT_EPS)
-        return F.linear(x, self.q)
+        if self.q_a_norm is not None:
+            x = self.ops.norm(self._project("q_a", x, adapted), self.q_a_norm, LATENT_EPS)
+        return self._project("q", x, adapted)
+
+    def _project(self, name: str, x: Tensor, adapted: Adapted) -> Tensor:
+        """x [..., in] -> [..., out], by one of the weights that adapters may change."""
+        out = F.linear(x, getattr(self, name))
+        adapted.add(self.layer, name, x, out)
+        return out
