@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from kvproto import new_ticket, read_ticket, write_ticket
-from kvproto_vllm.orders import Orders
+from kvproto_engines.orders import Orders
 from kvproto_vllm.scheduling import Scheduling
 from kvproto_vllm.settings import Settings
 

@@ -24,13 +24,23 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"], "linear_attn_config": _LINEAR,
         "q_lora_rank": None, "mla_use_nope": True,
     },
+    "v4": {
+        "model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "hidden_size": 256,
+        "intermediate_size": 64, "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 512,
+        "q_lora_rank": 64, "o_groups": 2, "o_lora_rank": 64, "index_n_heads": 4, "index_head_dim": 128, "index_topk": 512,
+        "layer_types": ["sliding_attention", *["compressed_sparse_attention", "heavily_compressed_attention"] * 2][:4],
+        "mlp_layer_types": ["moe"] * 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "scoring_func": "softmax", "num_nextn_predict_layers": 0, "hc_mult": 4, "sliding_window": 128,
+    },
     "sparse": {
         "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048,
         "index_head_dim": 128, "index_n_heads": 4, "n_group": 1, "topk_group": 1, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64,
     },
 }  # fmt: skip
-"""Of models that are loaded with dummy weights: Kimi's delta attention beside MLA, MLA with an index."""
+"""Of models that transformers does not write: DeepSeek V4, whose weights are made here; and of two that are loaded with
+dummy weights, Kimi's delta attention beside MLA, and MLA with an index.
+"""
 
 
 def make(folder: Path, name: str) -> Path:
@@ -47,7 +57,10 @@ def make(folder: Path, name: str) -> Path:
     shared: dict[str, Any] = {"vocab_size": 512, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
     if name in _CONFIGS:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(shared | _SIZES | _CONFIGS[name]))
+        config = shared | _SIZES | _CONFIGS[name]
+        (path / "config.json").write_text(json.dumps(config))
+        if name == "v4":
+            _compressing(path, config)
         return path
     if name in _DUMMIES:
         hidden, intermediate, heads, vocabulary = _DUMMIES[name]
@@ -106,6 +119,60 @@ def _predicting(path: Path, latent: Any) -> None:
         "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
     }  # fmt: skip
     save_file(weights | {f"model.layers.{layers}.{n}": w for n, w in own.items()}, path / "model.safetensors")
+
+
+def _compressing(path: Path, config: dict[str, Any]) -> None:
+    """Weights of DeepSeek V4 by the names of its own checkpoint, in bfloat16."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, heads, head, rank = (config[n] for n in ("hidden_size", "num_attention_heads", "head_dim", "q_lora_rank"))
+    index, groups, middle = (config[n] for n in ("index_head_dim", "o_groups", "o_lora_rank"))
+    streams, inner, experts = (config[n] for n in ("hc_mult", "intermediate_size", "n_routed_experts"))
+    made: dict[str, torch.Tensor] = {}
+
+    def add(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16, spread: float = 0.15) -> None:
+        norm = name.endswith("norm.weight")
+        made[name] = torch.ones(shape, dtype=dtype) if norm else (torch.randn(shape) * spread).to(dtype)
+
+    def mixed(name: str, rows: int, scales: int) -> None:
+        for part, shape in (("fn", (rows, streams * hidden)), ("base", (rows,)), ("scale", (scales,))):
+            add(f"{name}_{part}", *shape, dtype=torch.float32)
+
+    def compressor(name: str, dim: int, ratio: int) -> None:
+        width = dim * (2 if ratio == 4 else 1)
+        for part in ("wkv", "wgate"):
+            add(f"{name}.{part}.weight", width, hidden)
+        add(f"{name}.norm.weight", dim)
+        add(f"{name}.ape", ratio, width, dtype=torch.float32)
+
+    for name in ("embed", "head"):
+        add(f"{name}.weight", config["vocab_size"], hidden, spread=1.0)
+    add("norm.weight", hidden)
+    mixed("hc_head", streams, 1)
+    for layer, kind in enumerate(config["layer_types"]):
+        at = f"layers.{layer}"
+        for part in ("attn", "ffn"):
+            mixed(f"{at}.hc_{part}", (2 + streams) * streams, 3)
+            add(f"{at}.{part}_norm.weight", hidden)
+        add(f"{at}.attn.attn_sink", heads, dtype=torch.float32)
+        for part, shape in {
+            "wq_a": (rank, hidden), "wkv": (head, hidden), "q_norm": (rank,), "kv_norm": (head,),
+            "wq_b": (heads * head, rank), "wo_a": (groups * middle, heads * head // groups),
+            "wo_b": (hidden, groups * middle),
+        }.items():  # fmt: skip
+            add(f"{at}.attn.{part}.weight", *shape)
+        if kind == "compressed_sparse_attention":
+            add(f"{at}.attn.indexer.wq_b.weight", config["index_n_heads"] * index, rank)
+            add(f"{at}.attn.indexer.weights_proj.weight", config["index_n_heads"], hidden)
+            compressor(f"{at}.attn.indexer.compressor", index, 4)
+        if kind != "sliding_attention":
+            compressor(f"{at}.attn.compressor", head, 4 if kind == "compressed_sparse_attention" else 128)
+        add(f"{at}.ffn.gate.weight", experts, hidden)
+        for place in ("shared_experts", *(f"experts.{n}" for n in range(experts))):
+            for part, size in (("w1", (inner, hidden)), ("w2", (hidden, inner)), ("w3", (inner, hidden))):
+                add(f"{at}.ffn.{place}.{part}.weight", *size)
+    save_file(made, path / "model.safetensors")
 
 
 def _eagle(path: Path, shared: dict[str, Any]) -> None:

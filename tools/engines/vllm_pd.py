@@ -229,15 +229,20 @@ PAIRS = [
 
 def main(argv: list[str]) -> int:
     """Print each case and whether it went well; the exit status."""
-    models, words = Path(argv[0]), argv[1:]
     import vllm
-    import vllm.v1.worker.cpu_worker
 
-    wrong, begun = 0, time.monotonic()
-    chosen = [pair for pair in PAIRS if any(word in pair.title for word in words)]
-    if not words:
-        first = vllm.__version__.startswith("0.32")
-        chosen = [pair for pair in PAIRS if not pair.asked and (first or pair.often)]
+    first = vllm.__version__.startswith("0.32")
+    pairs = PAIRS if argv[1:] else [pair for pair in PAIRS if not pair.asked and (first or pair.often)]
+    return run(pairs, *argv)
+
+
+def run(pairs: list[Pair], folder: str, *words: str) -> int:
+    """Print each case of the pairs whose titles hold one of the words, or of all, and whether it went well; the exit
+    status. Models are made in the folder.
+    """
+
+    models, wrong, begun = Path(folder), 0, time.monotonic()
+    chosen = [pair for pair in pairs if not words or any(word in pair.title for word in words)]
     for pair in chosen:
         engines: list[Engine] = []
         with tempfile.TemporaryDirectory() as folder:

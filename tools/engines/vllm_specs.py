@@ -123,10 +123,10 @@ def stated(spec: Any, layout: KVCacheLayout) -> list[Stated]:
     stateful = isinstance(spec, theirs.MambaSpec)
     layers = Layers(
         title="layers", layer=_Rows(), backend="DEEPSEEK_V32_INDEXER", spec=spec, names=names, ids=list(range(LAYERS)),
-        tensors=[_bound(spec, view) for view in views] if stateful else views, heads=1, blocks=BLOCKS, computed=_F16,
+        tensors=[_bound(spec, view) for view in views] if stateful else views, heads=1, ranks=_RANKS, blocks=BLOCKS, computed=_F16,
         stored="auto", scales=[(1.0, 1.0)] * LAYERS,
     )  # fmt: skip
-    return states(layers, _RANKS, True) if stateful else [state(layers, True)]
+    return states(layers, True) if stateful else [state(layers, True)]
 
 
 def _bound(spec: Any, view: torch.Tensor) -> Any:
