@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,10 +258,65 @@ def _chunks(path: Path, shared: dict[str, Any]) -> None:
     Llama4ForCausalLM(config).save_pretrained(path)
 
 
+_SMALL: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "initializer_range": 0.15,
+}  # fmt: skip
+_TURNS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 80}
+_MAMBA: dict[str, Any] = {
+    "mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 64,
+}  # fmt: skip
+_OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma4": ("Gemma4Text", {
+        **_TURNS, "head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    }, {}),
+    "gemma3n": ("Gemma3nText", {
+        **_TURNS, "head_dim": 32, "intermediate_size": [384] * 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 512,
+        "hidden_size_per_layer_input": 32, "laurel_rank": 16, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4,
+    }, {}),
+    "gpt-oss": ("GptOss", {**_TURNS, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}, {}),
+    "nemotron": ("NemotronH", {
+        "head_dim": 32, "hybrid_override_pattern": "M*M*", "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16,
+        "n_groups": 2, "chunk_size": 64,
+    }, {}),
+    "falcon": ("FalconH1", {"head_dim": 32, **_MAMBA}, {}),
+    "hrm": ("HrmText", {}, {}),
+    "mimo": ("MiMoV2Flash", {
+        "head_dim": 48, "v_head_dim": 32, "swa_head_dim": 48, "swa_v_head_dim": 32, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "sliding_window": 80, "n_group": 1, "topk_group": 1,
+    }, {
+        "hybrid_layer_pattern": [0, 1, 1, 1], "moe_layer_freq": [0, 1, 1, 1], "layernorm_epsilon": 1e-5,
+        "sliding_window_size": 80, "rope_theta": 10000.0, "swa_rope_theta": 10000.0, "partial_rotary_factor": 0.334,
+        "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "attention_value_scale": None,
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "n_shared_experts": None,
+    }),
+}  # fmt: skip
+"""By name: the class of transformers, the sizes that differ from _SMALL, and fields by which vLLM reads the published file."""
+
+
+def _written(name: str, path: Path, shared: dict[str, Any]) -> None:
+    """A model as transformers writes it; tied embeddings are small, so that not each token is followed by itself."""
+    import torch
+    import transformers
+
+    kind, sizes, published = _OF_TRANSFORMERS[name]
+    config = getattr(transformers, f"{kind}Config")(**shared | {"pad_token_id": 0} | _SMALL | sizes)
+    model = getattr(transformers, f"{kind.removesuffix('Text') if 'Gemma' in kind else kind}ForCausalLM")(config)
+    if config.tie_word_embeddings:
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(0.05)
+    model.save_pretrained(path)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | published))
+
+
 _HYBRIDS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
     "states": _states, "deltas": _deltas, "convolutions": _convolutions, "selective": _selective, "chunks": _chunks,
+    **{name: partial(_written, name) for name in _OF_TRANSFORMERS},
 }  # fmt: skip
-"""Models with layers of other kinds beside those of attention to all tokens."""
+"""Models with layers of other kinds beside those of attention to all tokens, or of other sizes."""
 
 
 def _tokenizer() -> Any:
