@@ -89,7 +89,8 @@ def _open(
             tp=tp, pp=pp, stages=stages if pp > 1 else None, dcp=dcp,
             interleave=getattr(parallel, "cp_kv_cache_interleave_size", 1),
         ),
-        replica=parallel.data_parallel_index, facts=facts[0], warn=facts[1], depth=depth,
+        replica=parallel.data_parallel_index, facts=facts[0], warn=facts[1],
+        depth=depth if pp > 1 else None,  # a looped model has a cache for each pass
     )  # fmt: skip
     tensors_of = {each.cache.group.name: each.tensors for _, each in stated}
     pool = Pool(geometry, tensors_of, rank=rank, axes="page head token dim")
@@ -124,7 +125,7 @@ def _layers(
     )
     return Layers(
         title=title, layer=layer, backend=layer.get_attn_backend().get_name(), spec=spec, names=names,
-        ids=[extract_layer_index(name) % depth for name in names],
+        ids=[number % depth if key[2] else number for number in map(extract_layer_index, names)],
         tensors=[running[name].kv_cache if stateful else tensors[name] for name in names],
         heads=heads_of(model, names[0], spec, ranks), ranks=ranks, blocks=kv_config.num_blocks, computed=model.dtype,
         stored=config.cache_config.cache_dtype, scales=[_scales(running[name]) for name in names], model=key[2],

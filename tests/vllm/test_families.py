@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from kvproto import Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
+from kvproto.catalog.models import describe
 from kvproto.wire.enums import ItemKind
 from kvproto_engines.memory import ShareableMemory
 from kvproto_vllm.caches import Layers, Stated, state
@@ -21,6 +24,7 @@ from kvproto_vllm.states import states
 from tests.vllm.backends import indexer_k_quant_and_cache
 from tests.vllm.families import FAMILIES, Held, States, specification
 
+ROOT = Path(__file__).resolve().parents[2]
 TOKENS, POISON = 267, 0xEE
 
 
@@ -274,3 +278,34 @@ def test_rows_of_a_family_reach_an_engine_of_another_kind(name: str, tmp_path: P
                     part,
                     row,
                 )
+
+
+def cells() -> list[list[str]]:
+    """The rows of the table of families in the page of what was tried."""
+    text = (ROOT / "docs/compatibility.md").read_text().split("## Families of models")[1].split("\n## ")[0]
+    rows = [line.strip("| \n").split("|") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in [*row, "", ""][:4]] for row in rows[1:]]
+
+
+def test_the_table_of_families_names_what_is_moved_and_no_more() -> None:
+    assert {name for _, _, moved, _ in cells() for name in moved.split("; ")} == set(FAMILIES)
+
+
+def test_the_table_of_families_names_pairs_of_engines() -> None:
+    for family, _, _, ran_ in cells():
+        if ran_:
+            module, title = ran_.split(": ", 1)
+            pairs = importlib.import_module(f"tools.engines.{module.strip('`')}").PAIRS
+            assert any(title in pair.title for pair in pairs), family
+
+
+def test_the_table_of_families_names_files_that_are_described() -> None:
+    for _, file, _, _ in cells():
+        if file:
+            assert describe(json.loads((ROOT / f"examples/configs/{file.strip('`')}.json").read_text()))
+
+
+def test_the_page_counts_its_families() -> None:
+    page = (ROOT / "docs/compatibility.md").read_text()
+    assert f"Of {sum(bool(moved) for _, _, moved, _ in cells())} families every cache" in page
+    assert f"Of these, {sum(bool(ran_) for *_, ran_ in cells())} also ran end to end" in page

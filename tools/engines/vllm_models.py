@@ -281,7 +281,7 @@ _OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "n_groups": 2, "chunk_size": 64,
     }, {}),
     "falcon": ("FalconH1", {"head_dim": 32, **_MAMBA}, {}),
-    "hrm": ("HrmText", {}, {}),
+    "hrm": ("HrmText", {"num_hidden_layers": 2, "head_dim": 32}, {}),
     "mimo": ("MiMoV2Flash", {
         "head_dim": 48, "v_head_dim": 32, "swa_head_dim": 48, "swa_v_head_dim": 32, "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,

@@ -15,7 +15,7 @@ from typing import Any
 
 from tools.engines import vllm_cases as cases
 from tools.engines.vllm_engine import WIPED, Engine, new_name, over, prompts
-from tools.engines.vllm_pd import Pair, run
+from tools.engines.vllm_pd import ALONE, IN_TORCH, Pair, run
 
 _V4 = {
     "model": "v4", "dtype": "bfloat16", "block_size": 256, "kv_cache_dtype": "fp8_ds_mla", "enable_prefix_caching": False,
@@ -59,7 +59,13 @@ PAIRS = [
         _V4,
         {**_V4, "max_num_batched_tokens": 64},
         [few_tokens, each_table, cases.left_idle],
-    )
+    ),
+    Pair(
+        "MiMo-V2, windows of 4 heads beside layers of 2, keys wider than values, block 32 and 64",
+        {"model": "mimo", **IN_TORCH, **ALONE},
+        {"model": "mimo", "block_size": 64, **IN_TORCH, **ALONE},
+        [few_tokens, cases.one_bit, cases.left_idle],
+    ),
 ]
 
 
