@@ -178,12 +178,17 @@ _INDEX = "DEEPSEEK_V32_INDEXER"
 
 
 def _v4(layers: Sequence[int], ratio: int, backend: str = "FLASHMLA_SPARSE_DSV4") -> Held:
-    more = {"tokens_per_state": ratio, "model_version": "deepseek_v4", "cache_dtype_str": "fp8_ds_mla"}
+    more = {
+        "tokens_per_state": ratio,
+        "model_version": "deepseek_v4",
+        "cache_dtype_str": "fp8_ds_mla",
+        "alignment": 576,
+    }
     return planes(backend, layers, [(448, 128), (7,)], 1, name="attn", state_content_bytes=584, **more)
 
 
 def _swa(layers: Sequence[int], window: int = 128) -> Held:
-    more = {"sliding_window": window, "model_version": "deepseek_v4", "cache_dtype_str": "fp8_ds_mla"}
+    more = {"sliding_window": window, "model_version": "deepseek_v4", "cache_dtype_str": "fp8_ds_mla", "alignment": 576}
     kind, own = "SlidingWindowMLASpec", {"name": "attn.swa_cache", "block": 64, "state_content_bytes": 584}
     return planes(_SWA, layers, [(448, 128), (7,)], 1, kind=kind, **own, **more)
 

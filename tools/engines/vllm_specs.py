@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from kvproto_engines.memory import ShareableMemory
 from kvproto_vllm.caches import Layers, Stated, state
 from kvproto_vllm.specs import REFUSED, STATED
 from kvproto_vllm.states import KINDS, states
-from tests.vllm import backends
+from tests.vllm import backends, families, family_engines
 
 _ROOT = "KVCacheSpec"
 _NO_CACHES = {"AttentionSpec", "UniformTypeKVCacheSpecs"}
@@ -152,6 +153,36 @@ def differences(make: Callable[[], Any], wanted: Parts) -> list[str]:
     return wrong
 
 
+def _made(kind: str, fields: dict[str, Any]) -> Any:
+    """A specification of vLLM's own class."""
+    roles = {"cache_role": theirs.SparseCacheRole.INDEXER} if "cache_role" in fields else {}
+    return getattr(theirs, kind)(**fields | roles)
+
+
+def _views(held: families.Held, spec: Any, setup: Any, blocks: int, memory: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of layers as vLLM makes them of an allocation."""
+    page, names = spec.page_size_bytes, [f"model.layers.{n}.{held.name}" for n in held.layers]
+    strides = (page, page * len(names)) if setup.order.startswith("B") else (page * blocks, page)
+    tensor = theirs.KVCacheTensor(
+        size=page * blocks * len(names), layers=names, layer_stride=strides[0], block_stride=strides[1]
+    )
+    made: list[torch.Tensor] = theirs.create_kv_cache_views(
+        memory.view(torch.int8)[: tensor.size], spec, blocks, KVCacheLayout[setup.order], tensor
+    )  # fmt: skip
+    return made
+
+
+def moved(name: str) -> list[str]:
+    """Caches of a family that are not, byte by byte, as they were in an engine with other ranks, blocks and layout."""
+    family, found = families.FAMILIES[name], list[str]()
+    one, two = family_engines.setups(family, _made, _views)
+    for sizes in ((one, two), (two, one)):
+        with tempfile.TemporaryDirectory() as folder:
+            wrong = family_engines.hand_over(family, sizes, f"ipc://{folder}/p-{{rank}}")
+        found += [f"TP {sizes[0].ranks} to {sizes[1].ranks}: {each}" for each in wrong]
+    return found
+
+
 def main() -> int:
     """Print what is counted, what is missing and what is stated otherwise; the exit status."""
     _custom_ops.indexer_k_quant_and_cache = backends.indexer_k_quant_and_cache  # a kernel of GPUs
@@ -162,6 +193,12 @@ def main() -> int:
         except Exception as error:  # the others go on
             found = [f"{type(error).__name__}: {error}"]
         wrong += _told(f"{what}, of what vLLM allocates", found)
+    for name in families.FAMILIES if vllm.__version__.startswith("0.33") else ():
+        try:
+            found = moved(name)
+        except Exception as error:
+            found = [f"{type(error).__name__}: {error}"]
+        wrong += _told(f"{name}: all that vLLM allocates, moved", found)
     return 1 if wrong else 0
 
 
