@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvproto import Parallel, Pool, lay_out
 from kvproto_engines.memory import ShareableMemory
+from kvproto_engines.records import WINDOW
 from kvproto_vllm.caches import Layers, Stated, state
 from kvproto_vllm.specs import REFUSED, STATED
 from kvproto_vllm.states import KINDS, states
@@ -183,6 +184,26 @@ def moved(name: str) -> list[str]:
     return found
 
 
+def stored() -> list[str]:
+    """Differences between rows that vLLM's kernel for CPUs stores in a window of DeepSeek V4 and what is read of them."""
+    rows, latent = 64, 448
+    page = torch.zeros(2, rows * 584, dtype=torch.uint8)
+    given = torch.randint(0, 6, (rows, 512), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    still = torch.cat([torch.ones(1, 32), torch.zeros(1, 32)], 1)  # nothing is rotated
+    _custom_ops.fused_qnorm_rope_kv_insert_cpu(
+        torch.zeros(rows, 1, 512, dtype=torch.bfloat16), given, torch.zeros(rows, dtype=torch.int64), page,
+        rows + torch.arange(rows), still, 1, 1e-6, rows,
+    )  # fmt: skip
+    views = {part: view[1, 0] for part, view in WINDOW[584].views(page.view(2, 1, rows, 584)).items()}
+    scale = torch.exp2(views["window_latent_scale"].float() - 127).repeat_interleave(64, 1)
+    numbers = views["window_latent"].contiguous().view(torch.float8_e4m3fn).float() * scale
+    found = torch.cat([numbers, views["window_rope"].contiguous().view(torch.bfloat16).float()], 1)
+    wrong = torch.nonzero(found != given.float())
+    return (
+        [f"{len(wrong)} numbers, the first at {wrong[0].tolist()}, of {latent} and a rotary key"] if len(wrong) else []
+    )
+
+
 def main() -> int:
     """Print what is counted, what is missing and what is stated otherwise; the exit status."""
     _custom_ops.indexer_k_quant_and_cache = backends.indexer_k_quant_and_cache  # a kernel of GPUs
@@ -193,6 +214,8 @@ def main() -> int:
         except Exception as error:  # the others go on
             found = [f"{type(error).__name__}: {error}"]
         wrong += _told(f"{what}, of what vLLM allocates", found)
+    if vllm.__version__.startswith("0.33"):
+        wrong += _told("a window of DeepSeek V4, of what vLLM's kernel stores", stored())
     for name in families.FAMILIES if vllm.__version__.startswith("0.33") else ():
         try:
             found = moved(name)
