@@ -172,7 +172,7 @@ class Stores:
 
 # kinds of layers that several families have
 
-_SWA = "DEEPSEEK_SPARSE_SWA"
+WINDOW = "DEEPSEEK_SPARSE_SWA"
 _COMPRESSOR = "CompressorBackend"
 _INDEX = "DEEPSEEK_V32_INDEXER"
 
@@ -190,7 +190,7 @@ def _v4(layers: Sequence[int], ratio: int, backend: str = "FLASHMLA_SPARSE_DSV4"
 def _swa(layers: Sequence[int], window: int = 128) -> Held:
     more = {"sliding_window": window, "model_version": "deepseek_v4", "cache_dtype_str": "fp8_ds_mla", "alignment": 576}
     kind, own = "SlidingWindowMLASpec", {"name": "attn.swa_cache", "block": 64, "state_content_bytes": 584}
-    return planes(_SWA, layers, [(448, 128), (7,)], 1, kind=kind, **own, **more)
+    return planes(WINDOW, layers, [(448, 128), (7,)], 1, kind=kind, **own, **more)
 
 
 def _inputs(layers: Sequence[int], size: int, window: int, block: int, of: str = "") -> Held:
@@ -258,13 +258,13 @@ FAMILIES: dict[str, list[Held | States]] = {
         _inputs([1, 3], 8192, 8, 4), _inputs([1, 3], 2048, 8, 4, "indexer."), _inputs([2], 4096, 128, 8),
     ],
     "DeepSeek V4, in bfloat16": [
-        row(_SWA, range(2), 1024, dtype=BF16, kind="SlidingWindowMLASpec", name="attn.swa_cache", block=64,
+        row(WINDOW, range(2), 1024, dtype=BF16, kind="SlidingWindowMLASpec", name="attn.swa_cache", block=64,
             sliding_window=128, model_version="deepseek_v4"),
         row("FLASHINFER_MLA_SPARSE_DSV4", [1], 1024, dtype=BF16, tokens_per_state=4, model_version="deepseek_v4"),
         _inputs([1], 8192, 8, 4),
     ],
     "DeepSeek V4.1": [
-        row(_SWA, range(4), 512, 16, kind="SlidingWindowMLASpec", name="attn.swa_cache", block=64, sliding_window=128,
+        row(WINDOW, range(4), 512, 16, kind="SlidingWindowMLASpec", name="attn.swa_cache", block=64, sliding_window=128,
             model_version="deepseek_v4", state_content_bytes=528),
         row("FLASHMLA_SPARSE_DSV41", [0, 2], 512, 16, tokens_per_state=2, model_version="deepseek_v4", name="attn",
             state_content_bytes=528),
@@ -274,7 +274,7 @@ FAMILIES: dict[str, list[Held | States]] = {
         _ring(_COMPRESSOR, [0, 2], 4096, ring=8, name="attn.compressor.state_cache", dtype=F32),
     ],
     "DeepSeek V4.1, rows in NVFP4": [
-        row(_SWA, range(2), 512, 16, kind="SlidingWindowMLASpec", name="attn.swa_cache", block=64, sliding_window=128,
+        row(WINDOW, range(2), 512, 16, kind="SlidingWindowMLASpec", name="attn.swa_cache", block=64, sliding_window=128,
             model_version="deepseek_v4", state_content_bytes=528),
         row("FLASHMLA_MEGA_ATTN_DSV41", [0], 256, 32, tokens_per_state=2, model_version="deepseek_v4", name="attn",
             state_content_bytes=288),

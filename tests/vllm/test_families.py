@@ -14,12 +14,12 @@ from typing import Any
 import attrs
 import pytest
 
-from kvproto import Pool, Prompt, Sink, Source, lay_out, new_ticket
+from kvproto import LocalError, Pool, Prompt, Sink, Source, lay_out, new_ticket
 from kvproto.catalog.models import describe
 from kvproto.wire.enums import ItemKind
 from tests.vllm.backends import indexer_k_quant_and_cache
-from tests.vllm.families import FAMILIES, Held
-from tests.vllm.family_engines import TOKENS, Engine, first_of, hand_over, label, setups, stated
+from tests.vllm.families import F8, FAMILIES, WINDOW, Held, row
+from tests.vllm.family_engines import TOKENS, Engine, Rows, first_of, hand_over, label, setups, stated
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +36,34 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_caches_of_a_family_move_between_unequal_engines(name: str, turned: bool, tmp_path: Path) -> None:
     one, two = setups(FAMILIES[name])
     assert not hand_over(FAMILIES[name], (two, one) if turned else (one, two), f"ipc://{tmp_path}/p-{{rank}}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (row("FLASHINFER_MLA_SPARSE_DSV4", [0], 512, dtype=F8, tokens_per_state=4), "FLASHINFER_MLA_SPARSE_DSV4, 512 bytes"),
+        (row("DEEPSEEK_V4_INDEXER", [0], 96, tokens_per_state=4), "DEEPSEEK_V4_INDEXER, 96 bytes of torch.uint8"),
+        (row("ROCM_FLASHMLA_SPARSE_DSV4", [0], 584, tokens_per_state=4), "tokens_per_state: expected 1, got 4 in MLAAttentionSpec"),
+        (row("ROCM_FLASHMLA_SPARSE_DSV4", [0], 584, model_version="deepseek_v4"), "model_version: expected None, got deepseek_v4"),
+        (row("ANOTHER_TAIL", [0], 512, kind="CircularBufferSpec", ring=8), "a back end that is known, got CircularBufferSpec"),
+        (row(WINDOW, [0], 200, dtype=F8, kind="SlidingWindowMLASpec", sliding_window=64), "DEEPSEEK_SPARSE_SWA, 200 bytes"),
+    ],
+    ids=["latents with one scale", "an index of another size", "compressed rows on ROCm", "a model on ROCm", "a ring", "a window"],
+)  # fmt: skip
+def test_rows_that_are_not_known_are_refused_by_name(wrong: Held, says: str) -> None:
+    setup = setups([wrong])[0]
+    with pytest.raises(LocalError, match=says):
+        stated(0, Rows(0, wrong, setup, 0), setup)
+
+
+def test_pages_between_those_of_other_layers_are_refused() -> None:
+    """Rows in planes need a block in one piece."""
+    apart = setups(FAMILIES["DeepSeek V4"])[0]
+    index = FAMILIES["DeepSeek V4"][3]
+    assert isinstance(index, Held)
+    cache = Rows(0, attrs.evolve(index, flat=False), attrs.evolve(apart, order="BNLHC"), 0)
+    with pytest.raises(LocalError, match="pages without gaps"):
+        stated(0, cache, apart)
 
 
 def plain_of(cache: Any, held: Held) -> Any:
@@ -72,12 +100,12 @@ def test_rows_of_a_family_reach_an_engine_of_another_kind(name: str, tmp_path: P
         group = next(each for each in pool.layout.groups.values() if each.name == cache.group.name)
         for layer, (n, part) in itertools.product(held.layers, enumerate(group.parts)):
             array = pool.array(group.name, layer, part.name)
-            for row, head in itertools.product(
+            for at, head in itertools.product(
                 range(-(-firsts[group.name] // held.tokens), TOKENS // held.tokens), range(held.heads or 1)
             ):
-                item = 1 if group.kind == ItemKind.RING else 1 + row // 32
-                wanted = label(number, layer, n, head, row, part.lane_bytes)
-                assert array[item, row % group.rows, head].tobytes() == wanted.numpy().tobytes(), (
+                item = 1 if group.kind == ItemKind.RING else 1 + at // 32
+                wanted = label(number, layer, n, head, at, part.lane_bytes)
+                assert array[item, at % group.rows, head].tobytes() == wanted.numpy().tobytes(), (
                     held,
                     layer,
                     part,
