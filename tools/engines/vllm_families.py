@@ -26,6 +26,12 @@ PAIRS = [
     _pair("Gemma 4, windows of 2 heads beside global layers of 1 head twice as wide", "gemma4", _PLAIN),
     _pair("Gemma 3n, whose last layers read the caches of others", "gemma3n", _PLAIN),
     _pair("gpt-oss, windows and sinks", "gpt-oss", _PLAIN),
+    _pair(
+        "Llama with EAGLE-3, a draft of 4 KV heads where the target has 2",
+        "llama",
+        _PLAIN,
+        speculative_config={"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 3},
+    ),
     _pair("HRM, a cache for each pass", "hrm", _PLAIN, kv_cache_memory_bytes=96 << 20, max_num_batched_tokens=512),
     _pair("Nemotron-H, Mamba 2 beside attention", "nemotron", _STATES, (64, 128)),
     _pair("Falcon-H1, Mamba 2 and attention in each layer", "falcon", _STATES, (64, 128)),

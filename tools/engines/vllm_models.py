@@ -70,8 +70,8 @@ def make(folder: Path, name: str) -> Path:
             num_key_value_heads=3, head_dim=64, architectures=["LlamaForCausalLM"], **shared | {"vocab_size": vocabulary},
         ).save_pretrained(path)  # fmt: skip
         return path
-    if name == "eagle":
-        _eagle(path, shared)
+    if name in _HEADS_OF_DRAFTS:
+        _HEADS_OF_DRAFTS[name](path, shared)
         return path
     if name in _HYBRIDS:
         _HYBRIDS[name](path, shared)
@@ -190,6 +190,37 @@ def _eagle(path: Path, shared: dict[str, Any]) -> None:
     weights = {n: w.contiguous() for n, w in LlamaModel(config).state_dict().items() if n.startswith("layers.")}
     del weights["layers.0.input_layernorm.weight"]  # the first layer has none
     save_file(weights | {"fc.weight": torch.randn(128, 256) * 0.15}, path / "model.safetensors")
+
+
+def _eagle3(path: Path, shared: dict[str, Any]) -> None:
+    """A draft of "llama" as EAGLE-3 has them: a layer that reads a token beside hidden states of three of the target's
+    layers, with 4 KV heads where the target has 2.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, inner, made = 128, 384, dict[str, torch.Tensor]()
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": hidden, "hidden_act": "silu",
+        "intermediate_size": inner, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "head_dim": 32, "rms_norm_eps": 1e-6, "draft_vocab_size": shared["vocab_size"], "torch_dtype": "float32",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True},
+    }  # fmt: skip
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(shared | config))
+    projections = {f"self_attn.{n}_proj": (hidden, 2 * hidden) for n in "qkv"} | {"self_attn.o_proj": (hidden, hidden)}
+    projections |= {f"mlp.{n}_proj": (inner, hidden) for n in ("gate", "up")} | {"mlp.down_proj": (hidden, inner)}
+    made |= {f"midlayer.{n}.weight": torch.randn(shape) * 0.15 for n, shape in projections.items()}
+    made |= {
+        f"midlayer.{n}.weight": torch.ones(hidden)
+        for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    }
+    made |= {"fc.weight": torch.randn(hidden, 3 * hidden) * 0.15, "norm.weight": torch.ones(hidden)}
+    save_file(made | {"lm_head.weight": torch.randn(shared["vocab_size"], hidden) * 0.15}, path / "model.safetensors")
+
+
+_HEADS_OF_DRAFTS: dict[str, Callable[[Path, dict[str, Any]], None]] = {"eagle": _eagle, "eagle3": _eagle3}
+"""Drafts that read hidden states of the model "llama"."""
 
 
 def _states(path: Path, shared: dict[str, Any]) -> None:
