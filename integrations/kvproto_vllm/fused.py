@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from kvproto import Cache, DType
+from kvproto import Cache, DType, LocalError
+from kvproto.errors import ErrorCode
 from kvproto_engines.elements import FLOATS, QUANTIZED
 from kvproto_engines.records import COMPRESSED, INDEXES, WINDOW, Field, Record, pending, plain
 from kvproto_vllm.releases import scales_are_exponents
@@ -86,6 +87,9 @@ def fused(layers: Any) -> tuple[Cache, dict[str, list[Any]]]:
     if record is None or torch.version.hip:
         found = f"{layers.backend}, {size} bytes of {tensors[0].dtype}{' on ROCm' if torch.version.hip else ''}"
         raise refused(layers.names[0], "a row whose parts are known by its size", found)
+    if getattr(spec, "bounded_replay", False):
+        mine, advice = "a window that the engine does not compute again", "start it with --no-swa-bounded-replay"
+        raise LocalError(ErrorCode.BAD_COLUMNS, layers.names[0], mine, "bounded_replay", advice)
     try:
         views = [record.views(each) for each in tensors]
     except (RuntimeError, ValueError) as error:  # as `view` refuses bytes that lie apart

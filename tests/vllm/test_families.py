@@ -56,6 +56,15 @@ def test_rows_that_are_not_known_are_refused_by_name(wrong: Held, says: str) -> 
         stated(0, Rows(0, wrong, setup, 0), setup)
 
 
+def test_a_window_that_is_computed_again_is_refused() -> None:
+    """After a prefix hit of vLLM's own, rows of such a window are neither there nor fetched."""
+    window = FAMILIES["DeepSeek V4.1"][0]
+    assert isinstance(window, Held)
+    again, setup = attrs.evolve(window, fields=window.fields | {"bounded_replay": True}), setups([window])[0]
+    with pytest.raises(LocalError, match=r"got bounded_replay \(start it with --no-swa-bounded-replay"):
+        stated(0, Rows(0, again, setup, 0), setup)
+
+
 def test_pages_between_those_of_other_layers_are_refused() -> None:
     """Rows in planes need a block in one piece."""
     apart = setups(FAMILIES["DeepSeek V4"])[0]
