@@ -173,6 +173,28 @@ def log_of(logs: Path, name: str, role: str) -> Path:
     return logs / f"{name.replace(',', '').replace(' ', '-')}.{role}.log"
 
 
+def started(role: str, settings: dict[str, Any], environment: dict[str, str], log: Path, block: int = 0) -> Engine:
+    """An engine, starting; with blocks of so many tokens, if any, it is a small one on the CPU, to try a script."""
+    settings, environment = SETTINGS | settings, ENVIRONMENT | environment
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])
+    if block:
+        settings |= SMALL | {"block_size": block, "max_num_batched_tokens": 1024}
+        settings.pop("gpu_memory_utilization", None)
+        environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return Engine(role, settings, environment, log)
+
+
+def ours(at: int, place: str, options: dict[str, Any], connector: str = "Ours") -> dict[str, Any]:
+    """Settings of our connector, of the first engine of a pair that meets at this place, or of the second."""
+    role, kind = (("prefill", "kv_producer"), ("decode", "kv_consumer"))[at]
+    extra: dict[str, Any] = {"name": role, "options": options}
+    extra |= {"listen": f"{place}{{rank}}"} if at == 0 else {"sources": {"prefill": f"{place}0"}}
+    return {
+        "kv_connector": connector, "kv_connector_module_path": "vllm_connectors", "kv_role": kind,
+        "kv_connector_extra_config": extra,
+    }  # fmt: skip
+
+
 def pair(
     name: str, model: Path, logs: Path, folder: str, devices: tuple[int, int], small: bool
 ) -> tuple[Engine, Engine]:
@@ -180,35 +202,24 @@ def pair(
     given = PAIRS[name]
     engines = []
     for at, role in enumerate(("prefill", "decode")):
-        settings = SETTINGS | {"model": str(model)} | ({} if small else given[at])
-        environment = ENVIRONMENT | (given[2] if at == 0 else {}) | {
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + 100 * at), "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
-        }  # fmt: skip
+        settings = {"model": str(model)} | ({} if small else given[at])
+        environment = (given[2] if at == 0 else {}) | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + 100 * at)}
         if small:
-            settings |= SMALL | {"block_size": given[at].get("block_size", 16) * 2, "max_num_batched_tokens": 1024}
-            settings.pop("gpu_memory_utilization")
-            environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             environment.pop("VLLM_KV_CACHE_LAYOUT", None)
         else:
             # a process of ours sees the other's GPU, which it writes
             seen = devices[at : at + 1] if name == "nixl" else dict.fromkeys(devices[at:] + devices[:at])
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, seen))
-        kind = "kv_producer" if at == 0 else "kv_consumer"
-        settings["kv"] = {"kv_connector_module_path": "vllm_connectors", "kv_role": kind}
+        transport = "nixl" if name.endswith("nixl") else "shm" if small else "cuda"
+        options = {"transports": [transport], "verify": "," not in name, "pull": name.endswith("pull")}
+        place = f"ipc://{folder}/{list(PAIRS).index(name)}-"
+        settings["kv"] = ours(at, place, options, "Nothing" if name == "nothing" else "Ours")
         if name == "nixl":
+            del settings["kv"]["kv_connector_extra_config"]
             settings["kv"] |= {"kv_connector": "Nixl", "kv_buffer_device": "cpu" if small else "cuda"}
-        else:
-            transport = "nixl" if name.endswith("nixl") else "shm" if small else "cuda"
-            options = {"transports": [transport], "verify": "," not in name, "pull": name.endswith("pull")}
-            extra: dict[str, Any] = {"name": role, "options": options}
-            place = f"ipc://{folder}/{list(PAIRS).index(name)}-"
-            extra |= {"listen": f"{place}{{rank}}"} if at == 0 else {"sources": {"prefill": f"{place}0"}}
-            settings["kv"] |= {
-                "kv_connector": "Nothing" if name == "nothing" else "Ours",
-                "kv_connector_extra_config": extra,
-            }
-        engines.append(Engine(role, settings, environment, log_of(logs, name, role)))
+        block = given[at].get("block_size", 16) * 2 if small else 0
+        engines.append(started(role, settings, environment, log_of(logs, name, role), block))
     return engines
 
 

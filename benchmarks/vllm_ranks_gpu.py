@@ -11,7 +11,6 @@ parallel size and blocks compute equal pages, so all tokens are equal; others ag
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import traceback
@@ -21,7 +20,7 @@ from typing import Any
 import attrs
 from harness import arguments, keep
 from vllm_engine import Engine, make_mla, make_model
-from vllm_gpu import ENVIRONMENT, HERE, SETTINGS, SMALL, exact, log_of
+from vllm_gpu import exact, log_of, ours, started
 
 BASE: dict[str, Any] = {
     "dtype": "bfloat16", "attention_backend": "FLASH_ATTN", "enforce_eager": True, "disable_custom_all_reduce": True,
@@ -71,27 +70,19 @@ def engines(name: str, models: dict[str, Path], logs: Path, folder: str, small: 
     """Prefill and decode of a pair, starting."""
     pair, made = PAIRS[name], []
     for at, role in enumerate(("prefill", "decode")):
-        settings = SETTINGS | {"model": str(models[pair.model])} | (pair.prefill, pair.decode)[at]
+        settings = {"model": str(models[pair.model])} | (pair.prefill, pair.decode)[at]
         settings |= {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 2 << 30}
         if pair.draft:
             settings["speculative_config"] = {
                 "method": "draft_model", "model": str(models[pair.model]), "num_speculative_tokens": 3,
             }  # fmt: skip
-        environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(max(pair.devices(0), pair.devices(1)))))
+        seen = range(max(pair.devices(0), pair.devices(1)))
         if small:
-            settings = {k: v for k, v in settings.items() if k not in ON_GPUS}
-            settings |= SMALL | {"block_size": 32, "max_num_batched_tokens": 1024, "distributed_executor_backend": "mp"}
-            environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            settings = {k: v for k, v in settings.items() if k not in ON_GPUS} | {"distributed_executor_backend": "mp"}
         options = {"transports": ["shm" if small else "cuda"], "verify": True}
-        extra: dict[str, Any] = {"name": role, "options": options}
-        place = f"ipc://{folder}/{list(PAIRS).index(name)}-"
-        extra |= {"listen": f"{place}{{rank}}"} if at == 0 else {"sources": {"prefill": f"{place}0"}}
-        settings["kv"] = {
-            "kv_connector": "Ours", "kv_connector_module_path": "vllm_connectors",
-            "kv_role": "kv_producer" if at == 0 else "kv_consumer", "kv_connector_extra_config": extra,
-        }  # fmt: skip
-        made.append(Engine(role, settings, environment, log_of(logs, name, role)))
+        settings["kv"] = ours(at, f"ipc://{folder}/{list(PAIRS).index(name)}-", options)
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seen))}
+        made.append(started(role, settings, environment, log_of(logs, name, role), 32 if small else 0))
     return made
 
 

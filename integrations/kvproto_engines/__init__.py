@@ -1,1 +1,1 @@
-"""Shared parts of the adapters of engines: facts that two different engines state alike."""
+"""Shared parts of the adapters of engines: what is of no one engine."""

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import attrs
+import torch.distributed
 
 from kvproto import Cache, LocalError
 from kvproto.errors import ErrorCode
 
-__all__ = ["Gather", "Key", "Share", "alone", "in_step", "joined", "titles_of"]
+__all__ = ["Gather", "Key", "Share", "alone", "gatherer", "in_step", "joined", "titles_of"]
 
 Gather = Callable[[Any], list[Any]]
 """Takes an object of this pipeline stage and returns those of all, by stage; all stages call it at the same time."""
@@ -38,6 +39,19 @@ class Share:
 def alone(given: Any) -> list[Any]:
     """The Gather of an engine without pipeline stages."""
     return [given]
+
+
+def gatherer(stages: int, group: Callable[[], Any]) -> Gather:
+    """The exchange between so many pipeline stages, whose processes are of a group with a `cpu_group` of torch's."""
+    if stages == 1:
+        return alone
+
+    def gather(given: Any) -> list[Any]:
+        found: list[Any] = [None] * stages
+        torch.distributed.all_gather_object(found, given, group=group().cpu_group)
+        return found
+
+    return gather
 
 
 def in_step(gather: Gather, make: Callable[[], T]) -> list[T]:

@@ -19,6 +19,7 @@ from kvproto_engines.elements import FLOATS
 from kvproto_engines.pages import cache_of, chosen, measured, views_of
 from kvproto_engines.rows import dice, of_elements, of_packed_latents, trial
 from kvproto_engines.sparse import SCALE, index_numbers, index_of, index_views
+from kvproto_vllm.fused import FUSED, fused
 from kvproto_vllm.releases import scales_are_exponents
 from kvproto_vllm.specs import MLA, check_spec, packed, refused
 
@@ -33,6 +34,8 @@ _QUANTIZED: dict[tuple[str, str], tuple[DType, torch.dtype]] = {
 }
 """By vLLM's mode of quantization and name of the cache's type: what its bytes are. A mode per token and head has an F32
 scale behind each head's K, and one behind its V."""
+_UNTRIED = ("CUTLASS_MSA", "MINIMAX_M3_SPARSE", "TRITON_MSA")
+"""MiniMax-M3's back ends, whose one kernel normalizes, rotates and stores K and V: known by name."""
 _INDEX, _KEYS_TO_A_SCALE = "DEEPSEEK_V32_INDEXER", 128
 """vLLM's back end of the keys by which sparse attention chooses tokens."""
 
@@ -47,6 +50,7 @@ class Layers:
         backend: Name of its attention back end.
         ids: Numbers of the layers, also of those on other pipeline stages.
         heads: KV heads of all ranks.
+        ranks: Over which tensor parallel divides them.
         blocks: Of the engine.
         tensors: Of each layer; of one with states, a list.
         computed: Element type of what is computed.
@@ -63,6 +67,7 @@ class Layers:
     ids: list[int]
     tensors: list[Any]
     heads: int
+    ranks: int
     blocks: int
     computed: torch.dtype
     stored: str
@@ -92,7 +97,11 @@ def check_sizes(parallel: Any) -> None:
 
 def state(layers: Layers, strides: bool) -> Stated:
     """State these layers, by `strides` where an order is measured; raises LocalError for what is not known."""
-    check_spec(layers.names[0], layers.spec)
+    known = layers.backend in FUSED and (layers.backend, getattr(layers.spec, "tokens_per_state", 1)) != (_INDEX, 1)
+    check_spec(layers.names[0], layers.spec, layers.backend if known else None)
+    if known:
+        layers = attrs.evolve(layers, tensors=_headed(layers))
+        return Stated(*fused(layers), len(layers.tensors[0]) // layers.blocks)
     pages = _pages(layers)
     if layers.backend.endswith("CPU_ATTN"):  # of chunked local attention too
         return _packed(layers, strides)
@@ -140,7 +149,8 @@ def _rows(layers: Layers, pages: int) -> Stated:
         expected = f"[blocks, {spec.num_kv_heads} heads, tokens, {rows.size} bytes of {', '.join(rows.parts)}]"
         raise refused(layers.names[0], expected, f"{layers.backend}, shape {tuple(shape)} of {tensors[0].dtype}")
     given = {part: dice((shape[2], shape[1], dim), tensors[0].device) for part, dim in dims.items()}
-    _try(layers, tensors[0], given, _store_latent if mla else _store, rows.read)
+    if layers.backend not in _UNTRIED:
+        _try(layers, tensors[0], given, _store_latent if mla else _store, rows.read)
     cache = Cache.paged(layers.title, layers.ids, parts=rows.parts, page=shape[2], model=layers.model)
     return Stated(cache, tensors, pages)
 

@@ -14,15 +14,15 @@ from vllm.platforms import current_platform
 
 from kvproto import Sink, Source
 from kvproto_engines import described, told
+from kvproto_engines.loading import Loading
 from kvproto_engines.memory import only_context
+from kvproto_engines.orders import Orders
+from kvproto_engines.sending import Sending
 from kvproto_vllm.engine import Opened, open_pool
-from kvproto_vllm.loading import Loading
-from kvproto_vllm.orders import Orders
 from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
 from kvproto_vllm.scheduling import Scheduling
-from kvproto_vllm.sending import Sending
 from kvproto_vllm.settings import WHERE, Settings
-from kvproto_vllm.specs import STATE, WINDOWS, specs_of
+from kvproto_vllm.specs import RING, STATE, WINDOWS, specs_of
 
 __all__ = ["KvprotoConnector"]
 
@@ -64,7 +64,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._sending: Sending | None = None
         self._loading: Loading | None = None
         groups = {type(spec).__name__ for each in kv_cache_config.kv_cache_groups for spec in specs_of(each).values()}
-        kinds = bool(groups & {*WINDOWS}), STATE in groups
+        kinds = bool(groups & {*WINDOWS}), bool(groups & {STATE, RING})  # a ring has lost what a token more overwrites
         self._scheduling = Scheduling(self._settings, self._replica, *self._roles, *kinds)
         self._tables, self._lost = BlockTables(), LostBlocks()
         self._gpu: torch.device | None = None
@@ -131,9 +131,9 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         told.follow(logger)
         if self._roles[0]:
             listen = settings.listen.replace("{replica}", str(self._replica))
-            self._sending = Sending(Source(settings.name, opened.pool, listen, settings.options), opened.tables)
+            self._sending = Sending(Source(settings.name, opened.pool, listen, settings.options), opened.tables, logger)
         sink = Sink(settings.name, opened.pool, dict(settings.sources), settings.options) if self._roles[1] else None
-        self._loading = Loading(sink, opened.tables, self._vllm_config.cache_config.enable_prefix_caching)
+        self._loading = Loading(sink, opened.tables, logger, self._vllm_config.cache_config.enable_prefix_caching)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         self.register_kv_caches(layers_of(kv_cache, attn_backend, self._kv_cache_config))

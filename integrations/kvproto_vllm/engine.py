@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
-from torch.distributed import all_gather_object
 from vllm.distributed import get_pp_group
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.utils import extract_layer_index
@@ -15,12 +14,12 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvproto import LocalError, Parallel, Pool, lay_out
 from kvproto.errors import ErrorCode
 from kvproto_engines.facts import digest_of, rope_of, weights_of
-from kvproto_engines.stages import Gather, Key, Share, alone, in_step, joined, titles_of
+from kvproto_engines.orders import Table
+from kvproto_engines.stages import Key, Share, gatherer, in_step, joined, titles_of
 from kvproto_vllm.caches import Layers, Stated, check_sizes, state
-from kvproto_vllm.orders import Table
 from kvproto_vllm.releases import conv_rows_first
 from kvproto_vllm.settings import Settings
-from kvproto_vllm.specs import STATE, WINDOWS, dealt, key_of, packed, specs_of
+from kvproto_vllm.specs import RING, STATE, WINDOWS, dealt, heads_of, key_of, packed, specs_of
 from kvproto_vllm.states import order_of, states
 
 __all__ = ["Opened", "open_pool"]
@@ -63,7 +62,9 @@ def _open(
 ) -> Opened:  # fmt: skip
     parallel = config.parallel_config
     check_sizes(parallel)
-    gather, kinds = _gather(parallel.pipeline_parallel_size), _kinds(config, kv_config)
+    pp, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    dcp = getattr(parallel, "decode_context_parallel_size", 1)
+    gather, kinds = gatherer(pp, get_pp_group), _kinds(config, kv_config)
     titles = titles_of(key for stage in gather(list(kinds)) for key in stage)
     stated: list[tuple[Table, Stated]] = []
 
@@ -71,44 +72,31 @@ def _open(
         made = []
         for key, (spec, names) in kinds.items():
             layers = _layers(config, kv_config, tensors, titles[key], key, spec, names)
-            caches = list(_stated(layers, key[1], parallel, strides))
+            caches = list(_stated(layers, key[1], dcp, strides))
             stated.extend(caches)
             scales = layers.scales if getattr(spec, "kv_quant_mode", 0) and not packed(spec) else []
             made.append(Share(key, [each.cache for _, each in caches], scales, order_of(layers)))
         return made
 
     shares = joined(in_step(gather, share))
-    depth, pp = _depth(config), parallel.pipeline_parallel_size
+    depth = _depth(config)
     stages = tuple(hi - lo for lo, hi in (get_pp_indices(depth, stage, pp) for stage in range(pp)))
     target, draft = _facts(config, settings, [shares[key] for key in titles])
     facts = (target, draft) if settings.options.cold_draft else (target | draft, {})
     geometry = lay_out(
         [cache for key in titles for cache in shares[key].caches],
         Parallel(
-            tp=parallel.tensor_parallel_size, pp=pp, stages=stages if pp > 1 else None,
-            dcp=getattr(parallel, "decode_context_parallel_size", 1),
+            tp=tp, pp=pp, stages=stages if pp > 1 else None, dcp=dcp,
             interleave=getattr(parallel, "cp_kv_cache_interleave_size", 1),
         ),
-        replica=parallel.data_parallel_index, facts=facts[0], warn=facts[1], depth=depth,
+        replica=parallel.data_parallel_index, facts=facts[0], warn=facts[1],
+        depth=depth if pp > 1 else None,  # a looped model has a cache for each pass
     )  # fmt: skip
     tensors_of = {each.cache.group.name: each.tensors for _, each in stated}
     pool = Pool(geometry, tensors_of, rank=rank, axes="page head token dim")
     tables = {each.cache.group.name: table for table, each in stated}
     logger.info("kvproto: pages of %s, %s", list(tables), "strides" if strides else "whole")
     return Opened(pool, tables)
-
-
-def _gather(stages: int) -> Gather:
-    """The exchange between the pipeline stages of one rank of each."""
-    if stages == 1:
-        return alone
-
-    def gather(given: Any) -> list[Any]:
-        found: list[Any] = [None] * stages
-        all_gather_object(found, given, group=get_pp_group().cpu_group)
-        return found
-
-    return gather
 
 
 def _kinds(config: Any, kv_config: Any) -> dict[Key, tuple[Any, list[str]]]:
@@ -129,28 +117,31 @@ def _layers(
     config: Any, kv_config: Any, tensors: dict[str, Any], title: str, key: Key, spec: Any, names: list[str]
 ) -> Layers:
     """The layers of a kind, with what vLLM says of them."""
-    running, model, stateful = _running(config), _models(config)[key[2]], type(spec).__name__ == STATE
-    layer = running[names[0]]
+    running, model, depth = _running(config), _models(config)[key[2]], _depth(config)
+    layer, ranks, stateful = (
+        running[names[0]],
+        config.parallel_config.tensor_parallel_size,
+        type(spec).__name__ == STATE,
+    )
     return Layers(
         title=title, layer=layer, backend=layer.get_attn_backend().get_name(), spec=spec, names=names,
-        ids=[extract_layer_index(name) % _depth(config) for name in names],
+        ids=[number % depth if key[2] else number for number in map(extract_layer_index, names)],
         tensors=[running[name].kv_cache if stateful else tensors[name] for name in names],
-        heads=model.get_total_num_kv_heads(), blocks=kv_config.num_blocks, computed=model.dtype,
+        heads=heads_of(model, names[0], spec, ranks), ranks=ranks, blocks=kv_config.num_blocks, computed=model.dtype,
         stored=config.cache_config.cache_dtype, scales=[_scales(running[name]) for name in names], model=key[2],
     )  # fmt: skip
 
 
-def _stated(layers: Layers, index: int, parallel: Any, strides: bool) -> Iterator[tuple[Table, Stated]]:
+def _stated(layers: Layers, index: int, dcp: int, strides: bool) -> Iterator[tuple[Table, Stated]]:
     """The caches of a kind of layers, and the page table of each."""
     spec, kind = layers.spec, type(layers.spec).__name__
-    stateful = kind == STATE
-    made = states(layers, parallel.tensor_parallel_size, conv_rows_first()) if stateful else [state(layers, strides)]
+    made = states(layers, conv_rows_first()) if kind == STATE else [state(layers, strides)]
     window = spec.block_size if kind in WINDOWS else 0
     chunk, span = (getattr(spec, name, 0) if window else 0 for name in ("attention_chunk_size", "sliding_window"))
     span += getattr(spec, "extra_retained_tokens", 0)  # which drafts may compute again
     for one in made:
-        cache = dealt(one.cache, spec, getattr(parallel, "decode_context_parallel_size", 1))
-        yield Table(index, one.pages, window, stateful, span, chunk), attrs.evolve(one, cache=cache)
+        cache = dealt(one.cache, spec, dcp)
+        yield Table(index, one.pages, window, kind in (STATE, RING), span, chunk), attrs.evolve(one, cache=cache)
 
 
 def _running(config: Any) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from kvproto_engines.orders import Orders, Tables
 from kvproto_engines.settings import refuse
-from kvproto_vllm.orders import Orders, Tables
 from kvproto_vllm.settings import WHERE
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 
 from kvproto import KvprotoError, Prompt, Ticket, new_ticket
+from kvproto_engines.orders import Computed, Load, Orders, Tables
 from kvproto_engines.settings import kept
-from kvproto_vllm.orders import Computed, Load, Orders, Tables
 from kvproto_vllm.params import answer, check_ours, prompt_of, read_params, shorten
 from kvproto_vllm.settings import Settings
 

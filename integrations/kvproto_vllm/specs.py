@@ -12,7 +12,8 @@ from kvproto import Cache, LocalError
 from kvproto.errors import ErrorCode
 
 __all__ = [
-    "MLA", "REFUSED", "STATE", "STATED", "WINDOWS", "check_spec", "dealt", "key_of", "packed", "refused", "specs_of",
+    "MLA", "REFUSED", "RING", "STATE", "STATED", "WINDOWS", "check_spec", "dealt", "heads_of", "key_of", "packed",
+    "refused", "specs_of",
 ]  # fmt: skip
 
 STATE = "MambaSpec"
@@ -21,9 +22,10 @@ WINDOWS = ("SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSp
 """Caches whose blocks the engine gives up when a window, or a chunk, has left them."""
 MLA = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 """Caches of a row a token: a latent, or the key of an index."""
-STATED = ("FullAttentionSpec", "SinkFullAttentionSpec", "MLAAttentionSpec", *WINDOWS, STATE)
+RING = "CircularBufferSpec"
+"""Caches whose block is the ring of a request, of what an index or a compressor has not completed."""
+STATED = ("FullAttentionSpec", "SinkFullAttentionSpec", "MLAAttentionSpec", *WINDOWS, STATE, RING)
 REFUSED = {
-    "CircularBufferSpec": "a ring of what an index or a compressor has not completed",
     "CrossAttentionSpec": "rows of what an encoder saw, not of the prompt's tokens",
     "EncoderOnlyAttentionSpec": "no cache",
     "HiddenStateCacheSpec": "hidden states, which are taken out and not decoded with",
@@ -38,11 +40,16 @@ _PLAIN = {"tokens_per_state": 1, "model_version": None}
 """Fields by which a class holds something else: a row for several tokens, or what DeepSeek V4 has."""
 
 
-def check_spec(name: str, spec: Any) -> None:
-    """Raise LocalError for a specification of the layer `name` that is not stated."""
+def check_spec(name: str, spec: Any, known: str | None = None) -> None:
+    """Raise LocalError for a specification of the layer `name` that is not stated.
+
+    `known`: the name of a back end by which it is known what rows hold, whatever the fields say.
+    """
     if (kind := type(spec).__name__) not in STATED:
         raise refused(name, f"caches {', '.join(STATED)}", f"{kind}: {REFUSED.get(kind, 'not known')}")
-    for field, plain in _PLAIN.items() if kind != STATE else ():
+    if known is None and kind == RING:
+        raise refused(name, "a ring of a back end that is known", kind)
+    for field, plain in _PLAIN.items() if known is None and kind != STATE else ():
         if (found := getattr(spec, field, plain)) != plain:
             raise refused(f"{name} {field}", str(plain), f"{found} in {kind}")
 
@@ -51,6 +58,26 @@ def key_of(spec: Any) -> str:
     """Marks of a kind of layers: all of a specification but who leads a group of layers with one index."""
     led = getattr(spec, "is_index_group_leader", None)
     return repr(spec if led is None else dataclasses.replace(spec, is_index_group_leader=False))
+
+
+def heads_of(model: Any, name: str, spec: Any, ranks: int) -> int:
+    """KV heads of a layer on all ranks; 1 of caches that have none.
+
+    Raises LocalError where each of several ranks has one, and the model has layers of more and of fewer: vLLM says what
+    a rank has, not whether it is another's too.
+    """
+    if type(spec).__name__ in (*MLA, STATE, RING):
+        return 1
+    mine: int = spec.num_kv_heads
+    if mine > 1 or ranks == 1:
+        return mine * ranks
+    layers = getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None) or []
+    fields = [*model.hf_text_config.to_dict().items(), *(pair for each in layers for pair in each.items())]
+    counts = {n for field, n in fields if field.endswith(("kv_heads", "key_value_heads")) and isinstance(n, int)}
+    if len(counts) > 1:
+        advice = f"a head of {' or '.join(map(str, sorted(counts)))} on each of {ranks} ranks"
+        raise refused(name, "KV heads that follow from those of a rank: fewer ranks", advice)
+    return int(model.get_total_num_kv_heads())
 
 
 def specs_of(group: Any) -> dict[str, Any]:

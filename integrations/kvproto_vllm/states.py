@@ -32,7 +32,7 @@ _ORDERS = {"gdn_attn": ("key, value", "value, key"), "linear": ("key, value", "k
 """Axes of the matrix of a head on a CPU and on a GPU, where other engines have others under the same shape."""
 
 
-def states(layers: Layers, ranks: int, rows_first: bool) -> list[Stated]:
+def states(layers: Layers, rows_first: bool) -> list[Stated]:
     """The states of these layers, each a cache: the convolution's inputs, stored as `rows_first` says, and matrices.
 
     Raises LocalError for states that are kept in several blocks, or of another kind.
@@ -45,9 +45,11 @@ def states(layers: Layers, ranks: int, rows_first: bool) -> list[Stated]:
     if spec.num_speculative_blocks:
         raise refused(layers.names[0], "states without drafts", f"{spec.num_speculative_blocks} blocks for drafts")
     (inputs, matrix), found = KINDS.get(kind, ((), False)), layers.tensors[0]
-    if kind not in KINDS or len(found) != bool(inputs) + matrix or getattr(spec, "tp_replicated", False):
-        whole, shapes = " that ranks do not divide" * getattr(spec, "tp_replicated", False), [x.shape for x in found]
-        raise refused(layers.names[0], f"states of {', '.join(KINDS)}, as they are alone", f"{kind} {shapes}{whole}")
+    whole = getattr(spec, "tp_replicated", False)  # of embeddings per layer
+    ranks, part = (1, "ple_conv") if whole else (layers.ranks, "conv")
+    if kind not in KINDS or len(found) != bool(inputs) + matrix or (whole and matrix):
+        shapes = f"{kind} {[x.shape for x in found]}{' that ranks do not divide' * whole}"
+        raise refused(layers.names[0], f"states of {', '.join(KINDS)}, as they are alone", shapes)
     made: list[Stated] = []
     lanes: tuple[int, ...] = ()
     if matrix:
@@ -58,7 +60,9 @@ def states(layers: Layers, ranks: int, rows_first: bool) -> list[Stated]:
         made.append(_state(layers, "ssm", ssm, [Block(lanes[0])]))
     if inputs:
         conv = [(each[0].transpose(1, 2) if rows_first else each[0]).unsqueeze(-1) for each in layers.tensors]
-        made.insert(0, _state(layers, "conv", conv, convolved(inputs, conv[0].shape[1] * ranks, *lanes)))
+        channels = conv[0].shape[1] * ranks
+        blocks = [Block(channels, channels)] if whole else convolved(inputs, channels, *lanes)
+        made.insert(0, _state(layers, part, conv, blocks))
     return made
 
 

@@ -38,6 +38,8 @@ BUILT = [
     Cache.ring("t", 2, parts={"compress_state": (DType.F32, 1, 16)}, ring_rows=4),
     Cache.ring("u", 2, parts={"index_compress_state": (DType.F32, 1, 16)}, ring_rows=4),
     Cache.ring("v", 2, parts={"pending_index": (DType.BF16, 1, 16)}, ring_rows=4),
+    Cache.ring("v2", 2, parts=dict.fromkeys(("pending_index", "pending_score"), (DType.BF16, 1, 16)), ring_rows=4),
+    Cache.paged("conv rows", 2, parts={"conv_rows": (DType.BF16, 4, 16)}, page=4),
     Cache.ring("w", 1, parts={"pending_position": (DType.I64, 1, 24)}, ring_rows=4),
     Cache.state("x", 2, parts={"ple_conv": (DType.BF16, 8, 2)}, rows=3),
     Cache.state("y", 1, parts={"ngram": (DType.I64, 1, 8)}, rows=2),

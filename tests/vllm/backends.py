@@ -9,8 +9,8 @@ import torch
 
 from kvproto import Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
 from kvproto_engines.memory import ShareableMemory
+from kvproto_engines.orders import Table
 from kvproto_vllm.caches import Layers, Stated, state
-from kvproto_vllm.orders import Table
 
 LAYERS, HEADS, DIM, LATENT, TOKENS = 3, 2, 16, 32, 75
 QUANTIZED = {
@@ -146,7 +146,7 @@ class Backend:
         names = [f"model.layers.{i}.attn" for i in range(LAYERS)]
         return Layers(
             title=self.name.lower(), layer=layer, backend=self.name, spec=spec, names=names, ids=list(range(LAYERS)),
-            tensors=tensors, heads=HEADS, blocks=self.blocks, computed=torch.bfloat16,
+            tensors=tensors, heads=HEADS, ranks=1, blocks=self.blocks, computed=torch.bfloat16,
             stored=self.stored, scales=[self.scales] * LAYERS,
         )  # fmt: skip
 

@@ -8,9 +8,9 @@ import attrs
 import pytest
 
 from kvproto import adapter_digest, new_ticket, read_ticket, write_ticket
+from kvproto_engines.orders import Orders
 from kvproto_reference.adapters import Adapter
 from kvproto_reference.engine.sequence import TokenSequence
-from kvproto_vllm.orders import Orders
 from kvproto_vllm.params import prompt_of
 from kvproto_vllm.scheduling import Scheduling
 from kvproto_vllm.settings import Settings

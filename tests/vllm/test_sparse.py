@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kvproto import Pool, Prompt, Sink, Source, lay_out, new_ticket
+from kvproto_engines.orders import Table
 from kvproto_sglang.pools import state as state_of_sglang
 from kvproto_sglang.stated import Owner
 from kvproto_vllm.caches import state
-from kvproto_vllm.orders import Table
 from tests.sglang.handover import index_of
 from tests.sglang.standins import DSATokenToKVPool
 from tests.vllm.backends import KEY, LATENT, LAYERS, ROPE, ROW, TOKENS, Backend, indexer_k_quant_and_cache

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvproto import LocalError
-from kvproto_vllm.specs import REFUSED, STATED, check_spec, key_of, packed, specs_of
+from kvproto_vllm.specs import REFUSED, RING, STATED, check_spec, heads_of, key_of, packed, specs_of
 
 
 def spec(kind: str, **fields: Any) -> Any:
@@ -16,9 +16,44 @@ def spec(kind: str, **fields: Any) -> Any:
     return made
 
 
+def model(**fields: Any) -> Any:
+    """A model of vLLM's, with these fields in its config."""
+    config = SimpleNamespace(to_dict=lambda: fields)
+    return SimpleNamespace(hf_text_config=config, get_total_num_kv_heads=lambda: fields["num_key_value_heads"])
+
+
 @pytest.mark.parametrize("kind", STATED)
 def test_what_is_stated_may_be_plain(kind: str) -> None:
-    check_spec("layer", spec(kind, tokens_per_state=-1 if kind == "MambaSpec" else 1, model_version=None))
+    plain = spec(kind, tokens_per_state=-1 if kind == "MambaSpec" else 1, model_version=None)
+    check_spec("layer", plain, "KPOOL_TAIL" if kind == RING else None)
+
+
+def test_a_ring_is_stated_of_a_back_end_that_is_known() -> None:
+    with pytest.raises(LocalError, match=f"a back end that is known, got {RING}"):
+        check_spec("layer", spec(RING))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mine", "ranks", "heads"),
+    [
+        ("FullAttentionSpec", 8, 1, 8),
+        ("SlidingWindowSpec", 2, 4, 8),
+        ("FullAttentionSpec", 1, 1, 1),
+        ("FullAttentionSpec", 1, 8, 4),  # two ranks have the same head
+        ("MLAAttentionSpec", 1, 8, 1),
+        (RING, 2, 8, 1),
+    ],
+)
+def test_heads_of_all_ranks_follow_from_those_of_a_rank(kind: str, mine: int, ranks: int, heads: int) -> None:
+    assert heads_of(model(num_key_value_heads=4), "layer", spec(kind, num_kv_heads=mine), ranks) == heads
+
+
+@pytest.mark.parametrize("fields", [{"swa_num_key_value_heads": 8}, {"num_global_key_value_heads": 2}])
+def test_a_head_on_each_of_several_ranks_is_refused_where_layers_differ(fields: dict[str, int]) -> None:
+    mixed = model(num_key_value_heads=4, **fields)
+    assert heads_of(mixed, "layer", spec("SlidingWindowSpec", num_kv_heads=2), 4) == 8
+    with pytest.raises(LocalError, match="on each of 8 ranks"):
+        heads_of(mixed, "layer", spec("SlidingWindowSpec", num_kv_heads=1), 8)
 
 
 @pytest.mark.parametrize(("kind", "holds"), [*REFUSED.items(), ("NewSpec", "not known")])

@@ -1,5 +1,6 @@
 """States as vLLM's layers allocate them, a block each: stated from shapes, and handed over between any two sizes and orders."""
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,15 +9,16 @@ import pytest
 import torch
 
 from kvproto import LocalError, Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
+from kvproto_engines.loading import Loading
 from kvproto_engines.memory import ShareableMemory
+from kvproto_engines.orders import Computed, Load, Orders, Table
+from kvproto_engines.sending import Sending
 from kvproto_vllm.caches import Layers
-from kvproto_vllm.loading import Loading
-from kvproto_vllm.orders import Computed, Load, Orders, Table
-from kvproto_vllm.sending import Sending
 from kvproto_vllm.states import order_of, states
 from tests.door.doors import PROMPT, STEPPED
 
 LAYERS, BLOCKS, KERNEL = 2, 5, 4
+LOGGER = logging.getLogger("engine")
 HEADS, DIM, GROUPS, WIDTH, CHANNELS = 4, 8, 2, 6, 16
 LAST = len(PROMPT) - 1
 
@@ -47,7 +49,7 @@ class Engine:
     def __init__(self, kind: str, ranks: int, rows_first: bool, filled: bool) -> None:
         self.kind, self.ranks, self.rows_first = kind, ranks, rows_first
         self.tensors = [[self._layer(layer, rank, filled) for layer in range(LAYERS)] for rank in range(ranks)]
-        made = [states(self.layers(rank), ranks, rows_first) for rank in range(ranks)]
+        made = [states(self.layers(rank), rows_first) for rank in range(ranks)]
         geometry = lay_out([each.cache for each in made[0]], Parallel(tp=ranks))
         self.names = [each.cache.group.name for each in made[0]]
         axes = "page head token dim"
@@ -63,7 +65,7 @@ class Engine:
         } | other  # fmt: skip
         return Layers(
             title="state", layer=None, backend=f"{self.kind}_ATTN", spec=spec, names=["model.layers.0.mixer"],
-            ids=[1, 3], tensors=self.tensors[rank], heads=1, blocks=BLOCKS, computed=torch.float32, stored="auto",
+            ids=[1, 3], tensors=self.tensors[rank], heads=1, ranks=self.ranks, blocks=BLOCKS, computed=torch.float32, stored="auto",
             scales=[(1.0, 1.0)] * LAYERS,
         )  # fmt: skip
 
@@ -145,7 +147,7 @@ def test_a_state_moves_between_any_two_sizes_and_orders(
 def test_states_that_are_not_known_are_refused_by_name(field: str, value: Any, says: str) -> None:
     engine = Engine("MAMBA2", 1, True, False)
     with pytest.raises(LocalError, match=says):
-        states(engine.layers(0, **{field: value}), 1, True)
+        states(engine.layers(0, **{field: value}), True)
 
 
 def test_an_order_that_shapes_do_not_tell_is_a_fact() -> None:
@@ -162,9 +164,9 @@ def test_the_table_of_a_state_is_its_first_block() -> None:
 def test_a_worker_fetches_a_state_though_tokens_are_there(cached: int, tmp_path: Path) -> None:
     one, two = (Engine("MAMBA2", 1, True, filled) for filled in (True, False))
     tables, place = {name: Table(1, state=True) for name in one.names}, f"ipc://{tmp_path}/p"
-    sending = Sending(Source("p", one.pools[0], place, STEPPED), tables)
+    sending = Sending(Source("p", one.pools[0], place, STEPPED), tables, LOGGER)
     sink = Sink("d", two.pools[0], {"p": place}, STEPPED)
-    loading = Loading(sink, tables)
+    loading = Loading(sink, tables, LOGGER)
     ticket, done = new_ticket("p"), set[str]()
     sending.take(Orders(requests={"a": (ticket, PROMPT)}))
     sending.computed(Orders(computed=[Computed("a", LAST, ([1, 2], [3, 4]), True)]))

@@ -13,12 +13,13 @@ import pytest
 import kvproto_vllm
 from kvproto import Prompt, Sink, Source, Ticket, new_ticket
 from kvproto_engines import told
-from kvproto_vllm.loading import Loading
-from kvproto_vllm.orders import Computed, Load, Orders, Table
-from kvproto_vllm.sending import Sending
+from kvproto_engines.loading import Loading
+from kvproto_engines.orders import Computed, Load, Orders, Table
+from kvproto_engines.sending import Sending
 from tests.door.doors import PAGE, PROMPT, STEPPED, filled, rows
 
 TABLE, PAGES = [3, 1, 2], [5, 6, 7]
+LOGGER = logging.getLogger("engine")
 LAST = len(PROMPT) - 1
 
 
@@ -31,9 +32,9 @@ class Pair:
     def __init__(self, folder: Path, table: Table = _ALL, whole: bool = True) -> None:
         place = f"ipc://{folder}/p"
         self.pools = filled(), filled()
-        self.sending = Sending(Source("p", self.pools[0], place, STEPPED), {"kv": table})
+        self.sending = Sending(Source("p", self.pools[0], place, STEPPED), {"kv": table}, LOGGER)
         self.sink = Sink("d", self.pools[1], {"p": place}, STEPPED)
-        self.loading = Loading(self.sink, {"kv": table}, whole)
+        self.loading = Loading(self.sink, {"kv": table}, LOGGER, whole)
         self.freed: set[str] = set()
         self.done: set[str] = set()
         self.failed: set[str] = set()
@@ -223,7 +224,7 @@ def test_a_fetch_that_the_scheduler_refuses_fails(pair: Pair) -> None:
 
 
 def test_an_engine_that_only_prefills_fails_what_it_cannot_fetch() -> None:
-    loading = Loading(None, {"kv": _ALL})
+    loading = Loading(None, {"kv": _ALL}, LOGGER)
     loading.take(Orders(refused={"a": ("it prefills", ())}))
     assert loading.results() == ({"a"}, {"a"})
 

@@ -1,7 +1,7 @@
 """The connector, but for one bit: of requests whose name begins with "corrupt" it flips a bit of each group's first page that arrived.
 
-Of those whose name begins with ROUNDED it rounds all pages and states that arrived to bfloat16. Of those whose name begins with
-UNZEROED it leaves rows behind the prompt as they were.
+Of those whose name begins with ROUNDED it rounds all pages and states that arrived to bfloat16; with WIPED and a number, it
+zeroes those of that block table; with UNZEROED, it leaves rows behind the prompt as they were.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from kvproto_engines.orders import Load, Tables
 from kvproto_vllm.connector import KvprotoConnector
-from kvproto_vllm.orders import Load, Tables
 from kvproto_vllm.specs import STATE
-from tools.engines.vllm_engine import ROUNDED, UNZEROED
+from tools.engines.vllm_engine import ROUNDED, UNZEROED, WIPED
 
 FETCHED: dict[str, float] = {}
 """Requests whose prompts have arrived, by the names that the engine gave them, and how long that took: seconds from the
@@ -55,7 +55,8 @@ class CorruptingConnector(KvprotoConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._blocks |= {load.request: list(self._firsts(load)) for load in self._bound.loads}
-        self._loaded |= {load.request: load.tables for load in self._bound.loads if load.request.startswith(ROUNDED)}
+        kept = (load for load in self._bound.loads if load.request.startswith((ROUNDED, WIPED)))
+        self._loaded |= {load.request: load.tables for load in kept}
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -68,6 +69,8 @@ class CorruptingConnector(KvprotoConnector):
                     words[at] ^= _LARGE
             elif name.startswith(ROUNDED):
                 self._round(self._loaded.pop(name))
+            elif name.startswith(WIPED):
+                self._wipe(int(name.split("-")[1]), self._loaded.pop(name))
         return results
 
     def _round(self, tables: Tables) -> None:
@@ -76,6 +79,12 @@ class CorruptingConnector(KvprotoConnector):
             blocks = list(filter(None, table))
             for tensor in (each for name in group.layer_names for each in self._parts(group, name)):
                 tensor[blocks] = tensor[blocks].bfloat16().float()
+
+    def _wipe(self, number: int, tables: Tables) -> None:
+        """Zero the pages of one block table."""
+        group, blocks = self._kv_cache_config.kv_cache_groups[number], list(filter(None, tables[number]))
+        for tensor in (each for name in group.layer_names for each in self._parts(group, name)):
+            tensor[blocks] = 0
 
     def _firsts(self, load: Load) -> Iterator[torch.Tensor]:
         """The first block of each group that is loaded, of its first layer; of "corrupt-state" those with states alone, and

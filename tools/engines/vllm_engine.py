@@ -11,7 +11,19 @@ import attrs
 
 from tools.engines.child import PATIENCE, Child, new_name, prompts
 
-__all__ = ["ASK", "DEADLINE", "PATIENCE", "ROUNDED", "UNZEROED", "Engine", "Result", "new_name", "over", "prompts"]
+__all__ = [
+    "ASK",
+    "DEADLINE",
+    "PATIENCE",
+    "ROUNDED",
+    "UNZEROED",
+    "WIPED",
+    "Engine",
+    "Result",
+    "new_name",
+    "over",
+    "prompts",
+]
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -25,6 +37,10 @@ ASK = {"do_remote_decode": True}
 
 ROUNDED = "rounded"
 """The beginning of the names of requests whose pages are rounded to bfloat16 when they have arrived."""
+WIPED = "wiped"
+"""The beginning of the names of requests, followed by the number of a block table, whose blocks of that table are zero once
+they have arrived.
+"""
 UNZEROED = "unzeroed"
 """The beginning of the names of requests whose blocks are not zeroed before they are loaded."""
 

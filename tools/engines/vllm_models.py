@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,23 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"], "linear_attn_config": _LINEAR,
         "q_lora_rank": None, "mla_use_nope": True,
     },
+    "v4": {
+        "model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "hidden_size": 256,
+        "intermediate_size": 64, "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 512,
+        "q_lora_rank": 64, "o_groups": 2, "o_lora_rank": 64, "index_n_heads": 4, "index_head_dim": 128, "index_topk": 512,
+        "layer_types": ["sliding_attention", *["compressed_sparse_attention", "heavily_compressed_attention"] * 2][:4],
+        "mlp_layer_types": ["moe"] * 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "scoring_func": "softmax", "num_nextn_predict_layers": 0, "hc_mult": 4, "sliding_window": 128,
+    },
     "sparse": {
         "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048,
         "index_head_dim": 128, "index_n_heads": 4, "n_group": 1, "topk_group": 1, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64,
     },
 }  # fmt: skip
-"""Of models that are loaded with dummy weights: Kimi's delta attention beside MLA, MLA with an index."""
+"""Of models that transformers does not write: DeepSeek V4, whose weights are made here; and of two that are loaded with
+dummy weights, Kimi's delta attention beside MLA, and MLA with an index.
+"""
 
 
 def make_adapter(model: Path, name: str) -> Path:
@@ -55,7 +66,10 @@ def make(folder: Path, name: str) -> Path:
     shared: dict[str, Any] = {"vocab_size": 512, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
     if name in _CONFIGS:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(shared | _SIZES | _CONFIGS[name]))
+        config = shared | _SIZES | _CONFIGS[name]
+        (path / "config.json").write_text(json.dumps(config))
+        if name == "v4":
+            _compressing(path, config)
         return path
     if name in _DUMMIES:
         hidden, intermediate, heads, vocabulary = _DUMMIES[name]
@@ -64,8 +78,8 @@ def make(folder: Path, name: str) -> Path:
             num_key_value_heads=3, head_dim=64, architectures=["LlamaForCausalLM"], **shared | {"vocab_size": vocabulary},
         ).save_pretrained(path)  # fmt: skip
         return path
-    if name == "eagle":
-        _eagle(path, shared)
+    if name in _HEADS_OF_DRAFTS:
+        _HEADS_OF_DRAFTS[name](path, shared)
         return path
     if name in _HYBRIDS:
         _HYBRIDS[name](path, shared)
@@ -116,6 +130,60 @@ def _predicting(path: Path, latent: Any) -> None:
     save_file(weights | {f"model.layers.{layers}.{n}": w for n, w in own.items()}, path / "model.safetensors")
 
 
+def _compressing(path: Path, config: dict[str, Any]) -> None:
+    """Weights of DeepSeek V4 by the names of its own checkpoint, in bfloat16."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, heads, head, rank = (config[n] for n in ("hidden_size", "num_attention_heads", "head_dim", "q_lora_rank"))
+    index, groups, middle = (config[n] for n in ("index_head_dim", "o_groups", "o_lora_rank"))
+    streams, inner, experts = (config[n] for n in ("hc_mult", "intermediate_size", "n_routed_experts"))
+    made: dict[str, torch.Tensor] = {}
+
+    def add(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16, spread: float = 0.15) -> None:
+        norm = name.endswith("norm.weight")
+        made[name] = torch.ones(shape, dtype=dtype) if norm else (torch.randn(shape) * spread).to(dtype)
+
+    def mixed(name: str, rows: int, scales: int) -> None:
+        for part, shape in (("fn", (rows, streams * hidden)), ("base", (rows,)), ("scale", (scales,))):
+            add(f"{name}_{part}", *shape, dtype=torch.float32)
+
+    def compressor(name: str, dim: int, ratio: int) -> None:
+        width = dim * (2 if ratio == 4 else 1)
+        for part in ("wkv", "wgate"):
+            add(f"{name}.{part}.weight", width, hidden)
+        add(f"{name}.norm.weight", dim)
+        add(f"{name}.ape", ratio, width, dtype=torch.float32)
+
+    for name in ("embed", "head"):
+        add(f"{name}.weight", config["vocab_size"], hidden, spread=1.0)
+    add("norm.weight", hidden)
+    mixed("hc_head", streams, 1)
+    for layer, kind in enumerate(config["layer_types"]):
+        at = f"layers.{layer}"
+        for part in ("attn", "ffn"):
+            mixed(f"{at}.hc_{part}", (2 + streams) * streams, 3)
+            add(f"{at}.{part}_norm.weight", hidden)
+        add(f"{at}.attn.attn_sink", heads, dtype=torch.float32)
+        for part, shape in {
+            "wq_a": (rank, hidden), "wkv": (head, hidden), "q_norm": (rank,), "kv_norm": (head,),
+            "wq_b": (heads * head, rank), "wo_a": (groups * middle, heads * head // groups),
+            "wo_b": (hidden, groups * middle),
+        }.items():  # fmt: skip
+            add(f"{at}.attn.{part}.weight", *shape)
+        if kind == "compressed_sparse_attention":
+            add(f"{at}.attn.indexer.wq_b.weight", config["index_n_heads"] * index, rank)
+            add(f"{at}.attn.indexer.weights_proj.weight", config["index_n_heads"], hidden)
+            compressor(f"{at}.attn.indexer.compressor", index, 4)
+        if kind != "sliding_attention":
+            compressor(f"{at}.attn.compressor", head, 4 if kind == "compressed_sparse_attention" else 128)
+        add(f"{at}.ffn.gate.weight", experts, hidden)
+        for place in ("shared_experts", *(f"experts.{n}" for n in range(experts))):
+            for part, size in (("w1", (inner, hidden)), ("w2", (hidden, inner)), ("w3", (inner, hidden))):
+                add(f"{at}.ffn.{place}.{part}.weight", *size)
+    save_file(made, path / "model.safetensors")
+
+
 def _eagle(path: Path, shared: dict[str, Any]) -> None:
     """A draft of "llama" as EAGLE has them: a layer, and what makes its input of a token and the target's last state."""
     import torch
@@ -130,6 +198,37 @@ def _eagle(path: Path, shared: dict[str, Any]) -> None:
     weights = {n: w.contiguous() for n, w in LlamaModel(config).state_dict().items() if n.startswith("layers.")}
     del weights["layers.0.input_layernorm.weight"]  # the first layer has none
     save_file(weights | {"fc.weight": torch.randn(128, 256) * 0.15}, path / "model.safetensors")
+
+
+def _eagle3(path: Path, shared: dict[str, Any]) -> None:
+    """A draft of "llama" as EAGLE-3 has them: a layer that reads a token beside hidden states of three of the target's
+    layers, with 4 KV heads where the target has 2.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, inner, made = 128, 384, dict[str, torch.Tensor]()
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": hidden, "hidden_act": "silu",
+        "intermediate_size": inner, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "head_dim": 32, "rms_norm_eps": 1e-6, "draft_vocab_size": shared["vocab_size"], "torch_dtype": "float32",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True},
+    }  # fmt: skip
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(shared | config))
+    projections = {f"self_attn.{n}_proj": (hidden, 2 * hidden) for n in "qkv"} | {"self_attn.o_proj": (hidden, hidden)}
+    projections |= {f"mlp.{n}_proj": (inner, hidden) for n in ("gate", "up")} | {"mlp.down_proj": (hidden, inner)}
+    made |= {f"midlayer.{n}.weight": torch.randn(shape) * 0.15 for n, shape in projections.items()}
+    made |= {
+        f"midlayer.{n}.weight": torch.ones(hidden)
+        for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    }
+    made |= {"fc.weight": torch.randn(hidden, 3 * hidden) * 0.15, "norm.weight": torch.ones(hidden)}
+    save_file(made | {"lm_head.weight": torch.randn(shared["vocab_size"], hidden) * 0.15}, path / "model.safetensors")
+
+
+_HEADS_OF_DRAFTS: dict[str, Callable[[Path, dict[str, Any]], None]] = {"eagle": _eagle, "eagle3": _eagle3}
+"""Drafts that read hidden states of the model "llama"."""
 
 
 def _states(path: Path, shared: dict[str, Any]) -> None:
@@ -198,10 +297,65 @@ def _chunks(path: Path, shared: dict[str, Any]) -> None:
     Llama4ForCausalLM(config).save_pretrained(path)
 
 
+_SMALL: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "initializer_range": 0.15,
+}  # fmt: skip
+_TURNS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 80}
+_MAMBA: dict[str, Any] = {
+    "mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 64,
+}  # fmt: skip
+_OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma4": ("Gemma4Text", {
+        **_TURNS, "head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    }, {}),
+    "gemma3n": ("Gemma3nText", {
+        **_TURNS, "head_dim": 32, "intermediate_size": [384] * 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 512,
+        "hidden_size_per_layer_input": 32, "laurel_rank": 16, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4,
+    }, {}),
+    "gpt-oss": ("GptOss", {**_TURNS, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}, {}),
+    "nemotron": ("NemotronH", {
+        "head_dim": 32, "hybrid_override_pattern": "M*M*", "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16,
+        "n_groups": 2, "chunk_size": 64,
+    }, {}),
+    "falcon": ("FalconH1", {"head_dim": 32, **_MAMBA}, {}),
+    "hrm": ("HrmText", {"num_hidden_layers": 2, "head_dim": 32}, {}),
+    "mimo": ("MiMoV2Flash", {
+        "head_dim": 48, "v_head_dim": 32, "swa_head_dim": 48, "swa_v_head_dim": 32, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "sliding_window": 80, "n_group": 1, "topk_group": 1,
+    }, {
+        "hybrid_layer_pattern": [0, 1, 1, 1], "moe_layer_freq": [0, 1, 1, 1], "layernorm_epsilon": 1e-5,
+        "sliding_window_size": 80, "rope_theta": 10000.0, "swa_rope_theta": 10000.0, "partial_rotary_factor": 0.334,
+        "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "attention_value_scale": None,
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "n_shared_experts": None,
+    }),
+}  # fmt: skip
+"""By name: the class of transformers, the sizes that differ from _SMALL, and fields by which vLLM reads the published file."""
+
+
+def _written(name: str, path: Path, shared: dict[str, Any]) -> None:
+    """A model as transformers writes it; tied embeddings are small, so that not each token is followed by itself."""
+    import torch
+    import transformers
+
+    kind, sizes, published = _OF_TRANSFORMERS[name]
+    config = getattr(transformers, f"{kind}Config")(**shared | {"pad_token_id": 0} | _SMALL | sizes)
+    model = getattr(transformers, f"{kind.removesuffix('Text') if 'Gemma' in kind else kind}ForCausalLM")(config)
+    if config.tie_word_embeddings:
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(0.05)
+    model.save_pretrained(path)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | published))
+
+
 _HYBRIDS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
     "states": _states, "deltas": _deltas, "convolutions": _convolutions, "selective": _selective, "chunks": _chunks,
+    **{name: partial(_written, name) for name in _OF_TRANSFORMERS},
 }  # fmt: skip
-"""Models with layers of other kinds beside those of attention to all tokens."""
+"""Models with layers of other kinds beside those of attention to all tokens, or of other sizes."""
 
 
 def _tokenizer() -> Any:

@@ -22,14 +22,14 @@ from tools.engines.vllm_models import make, make_adapter
 from tools.engines.vllm_random import at_random
 from tools.engines.vllm_unlike import unlike
 
-_IN_TORCH = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+IN_TORCH = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """Rotary embedding in torch: vLLM's kernel for CPUs is not for keys whose heads are an axis of their own."""
-MLA = {"model": "mla", "block_size": 16, "attention_backend": "CPU_MLA", **_IN_TORCH}
+MLA = {"model": "mla", "block_size": 16, "attention_backend": "CPU_MLA", **IN_TORCH}
 """Settings for latents: on a machine with AMX, vLLM's own choice wants bfloat16."""
-_ALONE = {"enable_prefix_caching": False}
-_DELTAS = {"model": "deltas", "dtype": "bfloat16", "max_num_batched_tokens": cases.PIECE, **_IN_TORCH, **_ALONE}
+ALONE = {"enable_prefix_caching": False}
+_DELTAS = {"model": "deltas", "dtype": "bfloat16", "max_num_batched_tokens": cases.PIECE, **IN_TORCH, **ALONE}
 """vLLM's kernels of gated delta nets on a CPU know no other type of element."""
-_TILES = {"model": "llama", "dtype": "bfloat16", "block_size": 64, "max_num_batched_tokens": cases.PIECE, **_ALONE}
+_TILES = {"model": "llama", "dtype": "bfloat16", "block_size": 64, "max_num_batched_tokens": cases.PIECE, **ALONE}
 _SPECULATING = {"num_speculative_tokens": 3}
 DRAFT = {"speculative_config": {"method": "draft_model", "model": "llama", **_SPECULATING}}
 """A model that is its own draft: whatever it proposes is right, if its pages are."""
@@ -138,8 +138,8 @@ PAIRS = [
     ]),
     Pair(
         "Layers of short convolutions beside attention, block 32 in chunks of 96 tokens, and block 64",
-        {"model": "convolutions", "max_num_batched_tokens": 96, **_IN_TORCH, **_ALONE},
-        {"model": "convolutions", "block_size": 64, **_IN_TORCH, **_ALONE},
+        {"model": "convolutions", "max_num_batched_tokens": 96, **IN_TORCH, **ALONE},
+        {"model": "convolutions", "block_size": 64, **IN_TORCH, **ALONE},
         [
             cases.same_tokens, cases.one_bit, cases.one_state_bit, cases.ticket_beforehand, cases.aborts,
             cases.left_idle,
@@ -147,21 +147,21 @@ PAIRS = [
     ),
     Pair(
         "Layers that attend to their own chunk of 64 tokens beside full ones, block 32, and block 64",
-        {"model": "chunks", "max_num_batched_tokens": 96, **_ALONE},
-        {"model": "chunks", "block_size": 64, **_ALONE},
+        {"model": "chunks", "max_num_batched_tokens": 96, **ALONE},
+        {"model": "chunks", "block_size": 64, **ALONE},
         [cases.same_tokens, cases.one_bit, cases.left_idle],
     ),
     Pair(
         "Layers of short convolutions, TP 2 and 1",
-        {"model": "convolutions", "tensor_parallel_size": 2, **_IN_TORCH, **_ALONE},
-        {"model": "convolutions", **_IN_TORCH, **_ALONE},
+        {"model": "convolutions", "tensor_parallel_size": 2, **IN_TORCH, **ALONE},
+        {"model": "convolutions", **IN_TORCH, **ALONE},
         [cases.same_tokens, cases.one_bit, cases.one_state_bit, cases.left_idle],
         asked=True,
     ),
     Pair(
         "Layers of Mamba 2 beside attention, TP 2 and 1",
-        {"model": "states", "tensor_parallel_size": 2, **_ALONE},
-        {"model": "states", **_ALONE},
+        {"model": "states", "tensor_parallel_size": 2, **ALONE},
+        {"model": "states", **ALONE},
         [cases.same_tokens, cases.one_bit, cases.one_state_bit, cases.left_idle],
         asked=True,
     ),
@@ -205,8 +205,8 @@ PAIRS = [
     ),
     Pair(
         "Layers with a sliding window beside full ones, PP 2 and 1",
-        {"model": "window", "block_size": 64, "pipeline_parallel_size": 2, **WARM, **_ALONE},
-        {"model": "window", **_ALONE},
+        {"model": "window", "block_size": 64, "pipeline_parallel_size": 2, **WARM, **ALONE},
+        {"model": "window", **ALONE},
         [cases.same_tokens, cases.one_bit, cases.left_idle],
         asked=True,
     ),
@@ -245,15 +245,20 @@ PAIRS = [
 
 def main(argv: list[str]) -> int:
     """Print each case and whether it went well; the exit status."""
-    models, words = Path(argv[0]), argv[1:]
     import vllm
-    import vllm.v1.worker.cpu_worker
 
-    wrong, begun = 0, time.monotonic()
-    chosen = [pair for pair in PAIRS if any(word in pair.title for word in words)]
-    if not words:
-        first = vllm.__version__.startswith("0.32")
-        chosen = [pair for pair in PAIRS if not pair.asked and (first or pair.often)]
+    first = vllm.__version__.startswith("0.32")
+    pairs = PAIRS if argv[1:] else [pair for pair in PAIRS if not pair.asked and (first or pair.often)]
+    return run(pairs, *argv)
+
+
+def run(pairs: list[Pair], folder: str, *words: str) -> int:
+    """Print each case of the pairs whose titles hold one of the words, or of all, and whether it went well; the exit
+    status. Models are made in the folder.
+    """
+
+    models, wrong, begun = Path(folder), 0, time.monotonic()
+    chosen = [pair for pair in pairs if not words or any(word in pair.title for word in words)]
     for pair in chosen:
         engines: list[Engine] = []
         with tempfile.TemporaryDirectory() as folder:

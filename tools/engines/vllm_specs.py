@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +25,11 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvproto import Parallel, Pool, lay_out
 from kvproto_engines.memory import ShareableMemory
+from kvproto_engines.records import WINDOW
 from kvproto_vllm.caches import Layers, Stated, state
 from kvproto_vllm.specs import REFUSED, STATED
 from kvproto_vllm.states import KINDS, states
-from tests.vllm import backends
+from tests.vllm import backends, families, family_engines
 
 _ROOT = "KVCacheSpec"
 _NO_CACHES = {"AttentionSpec", "UniformTypeKVCacheSpecs"}
@@ -123,10 +125,10 @@ def stated(spec: Any, layout: KVCacheLayout) -> list[Stated]:
     stateful = isinstance(spec, theirs.MambaSpec)
     layers = Layers(
         title="layers", layer=_Rows(), backend="DEEPSEEK_V32_INDEXER", spec=spec, names=names, ids=list(range(LAYERS)),
-        tensors=[_bound(spec, view) for view in views] if stateful else views, heads=1, blocks=BLOCKS, computed=_F16,
+        tensors=[_bound(spec, view) for view in views] if stateful else views, heads=1, ranks=_RANKS, blocks=BLOCKS, computed=_F16,
         stored="auto", scales=[(1.0, 1.0)] * LAYERS,
     )  # fmt: skip
-    return states(layers, _RANKS, True) if stateful else [state(layers, True)]
+    return states(layers, True) if stateful else [state(layers, True)]
 
 
 def _bound(spec: Any, view: torch.Tensor) -> Any:
@@ -152,6 +154,56 @@ def differences(make: Callable[[], Any], wanted: Parts) -> list[str]:
     return wrong
 
 
+def _made(kind: str, fields: dict[str, Any]) -> Any:
+    """A specification of vLLM's own class."""
+    roles = {"cache_role": theirs.SparseCacheRole.INDEXER} if "cache_role" in fields else {}
+    return getattr(theirs, kind)(**fields | roles)
+
+
+def _views(held: families.Held, spec: Any, setup: Any, blocks: int, memory: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of layers as vLLM makes them of an allocation."""
+    page, names = spec.page_size_bytes, [f"model.layers.{n}.{held.name}" for n in held.layers]
+    strides = (page, page * len(names)) if setup.order.startswith("B") else (page * blocks, page)
+    tensor = theirs.KVCacheTensor(
+        size=page * blocks * len(names), layers=names, layer_stride=strides[0], block_stride=strides[1]
+    )
+    made: list[torch.Tensor] = theirs.create_kv_cache_views(
+        memory.view(torch.int8)[: tensor.size], spec, blocks, KVCacheLayout[setup.order], tensor
+    )  # fmt: skip
+    return made
+
+
+def moved(name: str) -> list[str]:
+    """Caches of a family that are not, byte by byte, as they were in an engine with other ranks, blocks and layout."""
+    family, found = families.FAMILIES[name], list[str]()
+    one, two = family_engines.setups(family, _made, _views)
+    for sizes in ((one, two), (two, one)):
+        with tempfile.TemporaryDirectory() as folder:
+            wrong = family_engines.hand_over(family, sizes, f"ipc://{folder}/p-{{rank}}")
+        found += [f"TP {sizes[0].ranks} to {sizes[1].ranks}: {each}" for each in wrong]
+    return found
+
+
+def stored() -> list[str]:
+    """Differences between rows that vLLM's kernel for CPUs stores in a window of DeepSeek V4 and what is read of them."""
+    rows, latent = 64, 448
+    page = torch.zeros(2, rows * 584, dtype=torch.uint8)
+    given = torch.randint(0, 6, (rows, 512), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    still = torch.cat([torch.ones(1, 32), torch.zeros(1, 32)], 1)  # nothing is rotated
+    _custom_ops.fused_qnorm_rope_kv_insert_cpu(
+        torch.zeros(rows, 1, 512, dtype=torch.bfloat16), given, torch.zeros(rows, dtype=torch.int64), page,
+        rows + torch.arange(rows), still, 1, 1e-6, rows,
+    )  # fmt: skip
+    views = {part: view[1, 0] for part, view in WINDOW[584].views(page.view(2, 1, rows, 584)).items()}
+    scale = torch.exp2(views["window_latent_scale"].float() - 127).repeat_interleave(64, 1)
+    numbers = views["window_latent"].contiguous().view(torch.float8_e4m3fn).float() * scale
+    found = torch.cat([numbers, views["window_rope"].contiguous().view(torch.bfloat16).float()], 1)
+    wrong = torch.nonzero(found != given.float())
+    return (
+        [f"{len(wrong)} numbers, the first at {wrong[0].tolist()}, of {latent} and a rotary key"] if len(wrong) else []
+    )
+
+
 def main() -> int:
     """Print what is counted, what is missing and what is stated otherwise; the exit status."""
     _custom_ops.indexer_k_quant_and_cache = backends.indexer_k_quant_and_cache  # a kernel of GPUs
@@ -162,6 +214,14 @@ def main() -> int:
         except Exception as error:  # the others go on
             found = [f"{type(error).__name__}: {error}"]
         wrong += _told(f"{what}, of what vLLM allocates", found)
+    if vllm.__version__.startswith("0.33"):
+        wrong += _told("a window of DeepSeek V4, of what vLLM's kernel stores", stored())
+    for name in families.FAMILIES if vllm.__version__.startswith("0.33") else ():
+        try:
+            found = moved(name)
+        except Exception as error:
+            found = [f"{type(error).__name__}: {error}"]
+        wrong += _told(f"{name}: all that vLLM allocates, moved", found)
     return 1 if wrong else 0
 
 

@@ -14,9 +14,9 @@ import attrs
 
 from kvproto import LocalError
 from kvproto_engines.apart import names_of
+from kvproto_engines.orders import Tables
 from kvproto_engines.settings import refuse
 from kvproto_engines.tiers import Tiered, read
-from kvproto_vllm.orders import Tables
 from kvproto_vllm.settings import WHERE
 
 __all__ = ["Finding", "Found", "Keep", "Look", "Place", "TierOrders", "TierSettings"]

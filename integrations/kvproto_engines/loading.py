@@ -6,22 +6,22 @@ import logging
 from collections.abc import Mapping
 
 from kvproto import Fetch, KvprotoError, Sink
-from kvproto_vllm.orders import Load, Orders, Table
+from kvproto_engines.orders import Load, Orders, Table
 
 __all__ = ["Loading"]
-
-logger = logging.getLogger("vllm.kvproto")
 
 
 class Loading:
     """Fetches of one rank. Nothing here waits."""
 
-    def __init__(self, sink: Sink | None, tables: Mapping[str, Table], whole: bool = True) -> None:
+    def __init__(
+        self, sink: Sink | None, tables: Mapping[str, Table], logger: logging.Logger, whole: bool = True
+    ) -> None:  # fmt: skip
         """`tables` says by group name what its page table is; `whole`: blocks are for other requests' prefixes too.
 
         An engine that only prefills has no sink. It fails the requests that want it to fetch, and fetches none.
         """
-        self.sink, self._tables = sink, tables
+        self.sink, self._tables, self._logger = sink, tables, logger
         self._whole = whole
         self._fetches: dict[str, Fetch] = {}
         self._failed, self._aborted = set[str](), set[str]()  # of those under way, which nobody wants any more
@@ -37,7 +37,9 @@ class Loading:
             try:
                 self._fetch(load)
             except KvprotoError as error:
-                logger.warning("request %s: its source cannot be told that nothing is needed: %s", load.request, error)
+                self._logger.warning(
+                    "request %s: its source cannot be told that nothing is needed: %s", load.request, error
+                )
         for name, (reason, _) in orders.refused.items():
             self._fail(name, reason)
         for name in orders.aborted:
@@ -57,7 +59,7 @@ class Loading:
         return self.sink.fetch(load.ticket, load.prompt, pages, cached=cached, tokens=load.tokens)
 
     def _fail(self, name: str, reason: object) -> None:
-        say = logger.info if name in self._aborted else logger.error
+        say = self._logger.info if name in self._aborted else self._logger.error
         say("request %s could not be fetched: %s", name, reason)
         self._failed.add(name)
 

@@ -8,11 +8,9 @@ from typing import Any
 
 from kvproto import KvprotoError, Request, Source
 from kvproto.events import Expired, Undelivered
-from kvproto_vllm.orders import Orders, Table, Tables
+from kvproto_engines.orders import Orders, Table, Tables
 
 __all__ = ["Sending"]
-
-logger = logging.getLogger("vllm.kvproto")
 
 _PATIENCE = 10.0
 """Seconds in which the copies of a preempted request have to end."""
@@ -21,9 +19,9 @@ _PATIENCE = 10.0
 class Sending:
     """Requests of one rank. Nothing here waits for a peer, but before the blocks of a preempted request are reused."""
 
-    def __init__(self, source: Source, tables: Mapping[str, Table]) -> None:
+    def __init__(self, source: Source, tables: Mapping[str, Table], logger: logging.Logger) -> None:
         """`tables` says by group name what its page table is."""
-        self.source, self._tables = source, tables
+        self.source, self._tables, self._logger = source, tables, logger
         self._requests: dict[str, Request] = {}
         self._held: set[str] = set()
         self._over: set[str] = set()
@@ -45,7 +43,7 @@ class Sending:
             try:
                 self._requests[name] = self.source.request(ticket, prompt)
             except KvprotoError as error:
-                logger.error("request %s is not handed over: %s", name, error)
+                self._logger.error("request %s is not handed over: %s", name, error)
         for name, reason in orders.failed.items():
             if name in self._requests:
                 self._requests[name].fail(reason)
@@ -69,7 +67,7 @@ class Sending:
                 elif not since:  # blocks that a window leaves are reused while later chunks are computed
                     request.computed(self._pages(each.tables), each.tokens, after=after)
             except KvprotoError as error:
-                logger.error("request %s is not handed over: %s", each.request, error)
+                self._logger.error("request %s is not handed over: %s", each.request, error)
                 request.fail(error)
 
     def _pages(self, tables: Tables) -> dict[str, list[int]]:
@@ -95,12 +93,12 @@ class Sending:
         try:
             result = request.result
         except Exception as error:
-            logger.error("request %s is not handed over: %s", name, error)
+            self._logger.error("request %s is not handed over: %s", name, error)
             return
         if isinstance(result, Expired):
-            logger.warning("nobody fetched request %s in time: its blocks are free", name)
+            self._logger.warning("nobody fetched request %s in time: its blocks are free", name)
         elif isinstance(result, Undelivered):
-            logger.warning("request %s was not handed over: %s", name, "; ".join(map(str, result.lost.values())))
+            self._logger.warning("request %s was not handed over: %s", name, "; ".join(map(str, result.lost.values())))
         if result is not None and not isinstance(result, Expired) and result.routed:
             self._taken[name] = result.routed
 
