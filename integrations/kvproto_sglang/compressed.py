@@ -119,7 +119,7 @@ def _inputs(title: str, part: str, found: dict[int, Any], owner: Owner, pool: An
     ratio, ring = first.ratio, first.ring_size
     if first.online:
         raise refused(title, "inputs of tokens", "sums of what came (SGLANG_OPT_USE_ONLINE_COMPRESS)")
-    if ring % ratio or (first.request_scoped and ring != ratio):
+    if ring % ratio or (ratio == 2 and ring != ratio):  # a request's item is then a whole ring, and not a part of it
         raise refused(title, f"rings of {ratio} tokens of a request", f"{ring}, as with drafts")
     tensors = [each.kv_score_buffer.kv_score for each in found.values()]
     size = tensors[0].shape[1] * tensors[0].itemsize

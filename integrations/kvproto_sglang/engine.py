@@ -115,12 +115,18 @@ def open_pool(engine: Engine, layout: Layout, settings: Settings, parts: str) ->
         [each.cache for each in stated] + metadata.cache_of(engine.buffers, names),
         Parallel(tp=layout.tp, dcp=layout.dcp), layout.replica,
         settings.facts if settings.facts is not None else compared,
-        depth=engine.models[0].num_hidden_layers, warn=warned,
+        depth=_depth(engine.models[0]), warn=warned,
     )  # fmt: skip
     tensors = {each.cache.group.name: each.tensors for each in stated}
     axes = {each.cache.group.name: each.axes for each in stated}
     tables = {each.cache.group.name: _table(each, engine) for each in stated}
     return Opened(Pool(geometry, tensors, rank=layout.rank, axes=axes), tables, names, page)
+
+
+def _depth(model: Any) -> int:
+    """Layers with caches of their own, of which a model may have more than layers: LongCat has two in each."""
+    layers: int = max(model.num_hidden_layers, getattr(model, "num_attention_layers", 0))
+    return layers
 
 
 def title_of(number: int) -> str:
@@ -163,15 +169,12 @@ def _check(engine: Engine, stated: list[Stated], dcp: int) -> None:
     if sorted(engine.states) != wanted:
         unknown = [f"{name}: {COMPONENTS[name]}" for name in engine.states if name in COMPONENTS]
         raise refused("state pools", ", ".join(wanted) or "none", ", ".join(unknown or engine.states) or "none")
-    drafts = [each for each in stated if each.cache.group.model == 1 and not each.component]
+    drafts = [each for each in stated if each.cache.group.model and not each.component]
+    first = [each for each in drafts if each.cache.group.model == 1]
     buffers = sum(
-        len(each.cache.layers) * (len(each.tensors) if isinstance(each.tensors, dict) else 1) for each in drafts
+        len(each.cache.layers) * (len(each.tensors) if isinstance(each.tensors, dict) else 1) for each in first
     )
-    pages = {
-        each.table.page * each.table.split
-        for each in stated
-        if each.cache.group.model and not each.table.slot and not each.component
-    }
+    pages = {each.table.page * each.table.split for each in drafts}
     page = engine.pools[0].page_size * dcp
     if buffers != engine.entries or pages - {page}:
         mine = f"{engine.entries} buffers of one, in pages of {page}"

@@ -132,9 +132,11 @@ _LAYOUTS = {"v4": (_V4_WINDOW, 576, 8), "v41": (_V41_WINDOW, 512, 16), "v41_fp4"
 """Of each layout of a row: where its parts begin, bytes of its data, and how far its scales are apart."""
 
 
-def _v4(ratios: Sequence[int], layout: str, sources: Sequence[int] = ()) -> Callable[[Any, int, int], tuple[Any, ...]]:
+def _v4(
+    ratios: Sequence[int], layout: str, sources: Sequence[int] = (), drafts: int = 0
+) -> Callable[[Any, int, int], tuple[Any, ...]]:
     return lambda classes, page, ranks: (
-        classes.v4(_tokens(page), page, ratios, layout, sources, REQUEST_ROWS),
+        classes.v4(_tokens(page), page, ratios, layout, sources, REQUEST_ROWS, drafts),
     )  # fmt: skip
 
 
@@ -451,7 +453,9 @@ FAMILIES: dict[str, Family] = {
         _v4(_V41, "v41", _LOW), _v4_rows(_V41, ("v41", "v41_fp4"), _LOW, 64, 4), ("swa", "c128_state"), (128, 256), heads=1,
     ),
     "DeepSeek V4 with MTP": Family(
-        lambda classes, page, ranks: (*_v4(_V4, "v4")(classes, page, ranks), *_v4((0,), "v4")(classes, page, ranks)),
+        lambda classes, page, ranks: tuple(
+            pool for ratios in (_V4, (0,)) for pool in _v4(ratios, "v4", drafts=2)(classes, page, ranks)
+        ),
         _v4_rows(_V4, ("v4", "v4"), (), 128, 4), ("swa", "c128_state", "swa"), (128, 256), heads=1, models=2,
     ),
     "GLM-5-Next": Family(_kpool, _kpool_rows, ("dsa", "dsa_tail"), (256,), heads=1),

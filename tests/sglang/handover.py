@@ -167,7 +167,9 @@ class Side:
     def _request_state(self) -> Any:
         """As the pool of DeepSeek V4 says it: of the ratio that has rings of a request, where tokens are pending."""
         rings = [each for each in self.ranks[0][0].compress_state_pools if each is not None and each.request_scoped]
-        return torch.tensor([self.row] * bool(TOKENS % rings[0].ratio)).numpy()
+        ratio, ring = rings[0].ratio, rings[0].ring_size
+        page = self.row * (ring // ratio) + (TOKENS - 1) % ring // ratio
+        return torch.tensor([page] * bool(TOKENS % ratio)).numpy()
 
     def slots(self, window: bool) -> torch.Tensor:
         at = torch.arange(TOKENS)

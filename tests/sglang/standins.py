@@ -337,8 +337,10 @@ class CompressStatePool:
 
     online = False
 
-    def __init__(self, size: int, ratio: int, dim: int, device: str) -> None:
-        self.ratio, self.ring_size, self.request_scoped = ratio, 8 if ratio == 4 else ratio, ratio != 4
+    def __init__(self, owners: int, ratio: int, dim: int, drafts: bool, device: str) -> None:
+        """With rings of so many pages of a window, or requests; longer ones with drafts."""
+        self.ratio, self.ring_size, self.request_scoped = ratio, (8 if ratio == 4 else ratio) * (1 + drafts), ratio != 4
+        size = owners * self.ring_size
         rows = -(-(size + self.ring_size + 1) // ratio) * ratio
         width = 2 * (2 if ratio == 4 else 1) * dim
         self.kv_score_buffer = SimpleNamespace(kv_score=zeros((rows, width), torch.float32, device))
@@ -350,7 +352,8 @@ class DeepSeekV4TokenToKVPool:
     unified_kv_pool = request_window = swa_req_ring_size = swa_valid_from = None
 
     def __init__(
-        self, size: int, page: int, ratios: Any, layout: str, sources: Any, request_rows: int, device: str = "cpu"
+        self, size: int, page: int, ratios: Any, layout: str, sources: Any, request_rows: int, drafts: int = 0,
+        device: str = "cpu",
     ) -> None:  # fmt: skip
         self.page_size = self.swa_page_size = page
         self._stage_start, self._stage_end, self.device = 0, len(ratios), device
@@ -366,7 +369,7 @@ class DeepSeekV4TokenToKVPool:
         }  # fmt: skip
         self.compress_state_pools, self.indexer_compress_state_pools = [None] * len(ratios), [None] * len(ratios)
         for layer, r in ((layer, ratio) for ratio in of if ratio > 1 for layer in of[ratio]):
-            count = size // page * 8 if r == 4 else request_rows * r
-            self.compress_state_pools[layer] = CompressStatePool(count, r, 512, device)
+            count = size // page if r == 4 else request_rows
+            self.compress_state_pools[layer] = CompressStatePool(count, r, 512, drafts > 0, device)
             if r == 4:
-                self.indexer_compress_state_pools[layer] = CompressStatePool(count, r, 128, device)
+                self.indexer_compress_state_pools[layer] = CompressStatePool(count, r, 128, drafts > 0, device)

@@ -130,11 +130,15 @@ class Own:
         sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
         return self._made(MLATokenToKVPoolFP4, dtype=torch.float4_e2m1fn_x2, **sizes, **COMMON, **given)
 
-    def v4(self, size: int, page: int, ratios: Any, layout: str, sources: Any, request_rows: int) -> Any:
-        """Of a size in tokens."""
+    def v4(self, size: int, page: int, ratios: Any, layout: str, sources: Any, request_rows: int, drafts: int) -> Any:
+        """Of a size in tokens, beside so many drafts."""
+        module: Any = deepseek_v4_memory_pool
+        ring = 16 if drafts else 8
+        spec = SimpleNamespace(speculative_algorithm="EAGLE" if drafts else None, speculative_num_draft_tokens=drafts)
+        module.get_spec = lambda: spec
         return self._made(
-            deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool, max_num_reqs=request_rows - 1, swa_size=size,
-            c4_size=size // 4, c128_size=-(-size // 128), c4_state_pool_size=size // page * 8, c128_state_pool_size=0,
+            module.DeepSeekV4TokenToKVPool, max_num_reqs=request_rows - 1, swa_size=size,
+            c4_size=size // 4, c128_size=-(-size // 128), c4_state_pool_size=size // page * ring, c128_state_pool_size=0,
             page_size=page, swa_page_size=page, dtype=torch.float8_e4m3fn, c4_state_dtype=torch.float32,
             c128_state_dtype=torch.float32, qk_nope_head_dim=448, qk_rope_head_dim=64, indexer_head_dim=128,
             layer_num=len(ratios), compression_ratios=list(ratios), kv_layout=layout, kv_source_layers=list(sources),
@@ -182,7 +186,6 @@ def settle() -> None:
     kernel = SimpleNamespace(dsv4_attn_backend="flashmla", enable_deepseek_v4_fp4_indexer=False)
     features = SimpleNamespace(enable_encoder_swa_bounded_replay=False)
     module.get_exec = lambda: SimpleNamespace(kernel=kernel, features=features)
-    module.get_spec = lambda: SimpleNamespace(speculative_algorithm=None, speculative_num_draft_tokens=0)
     module.get_platform = lambda: SimpleNamespace(is_sm120=False, is_sm100=False)
     module.uses_draft_swa_ring = lambda: False
 

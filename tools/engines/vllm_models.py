@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tools.engines.sglang_models import MAKERS
+
 _HEADS = {"llama": (4, 2), "llama of others": (4, 2), "window": (4, 2), "llama4": (4, 4), "llama6": (6, 6)}
 """Of models like Llama: heads, and heads of K and V."""
 
@@ -191,7 +193,7 @@ def _chunks(path: Path, shared: dict[str, Any]) -> None:
 
 
 _HYBRIDS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
-    "states": _states, "deltas": _deltas, "convolutions": _convolutions, "selective": _selective, "chunks": _chunks,
+    "states": _states, "deltas": _deltas, "convolutions": _convolutions, "selective": _selective, "chunks": _chunks, **MAKERS,
 }  # fmt: skip
 """Models with layers of other kinds beside those of attention to all tokens."""
 
