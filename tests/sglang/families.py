@@ -125,9 +125,9 @@ def _minimax_rows(side: Side, rank: int) -> Iterator[Rows]:
 
 # DeepSeek V4 and V4.1
 
-_V4_WINDOW = {"latent": (0, 448), "rope": (448, 128), "scale": (None, 7)}
-_V41_WINDOW = {"latent": (0, 512), "scale": (None, 16)}
-_FP4_ROW = {"latent": (0, 256), "scale": (None, 32)}
+_V4_WINDOW = {"latent": (0, 448), "rope": (448, 128), "latent_scale": (None, 7)}
+_V41_WINDOW = {"latent": (0, 512), "latent_scale": (None, 16)}
+_FP4_ROW = {"latent": (0, 256), "latent_scale": (None, 32)}
 _LAYOUTS = {"v4": (_V4_WINDOW, 576, 8), "v41": (_V41_WINDOW, 512, 16), "v41_fp4": (_FP4_ROW, 256, 32)}
 """Of each layout of a row: where its parts begin, bytes of its data, and how far its scales are apart."""
 
@@ -145,7 +145,7 @@ def _latents(model: int, name: str, layer: int, buffer: torch.Tensor, slots: tor
     parts, data, scale = _LAYOUTS[layout]
     for part, (at, size) in parts.items():
         place = (rows * data, scale) if at is None else (at, data)
-        yield _packed((model, layer, f"{name} {part}"), buffer, slots, rows, [place], size, first)
+        yield _packed((model, layer, name + part), buffer, slots, rows, [place], size, first)
 
 
 def _v4_rows(ratios: Sequence[int], layouts: tuple[str, str], sources: Sequence[int], key: int, scale: int) -> Any:
@@ -155,7 +155,7 @@ def _v4_rows(ratios: Sequence[int], layouts: tuple[str, str], sources: Sequence[
             window = side.slots(True)
             for layer, buffer in enumerate(pool.swa_kv_pool.kv_buffer):
                 live = max(0, TOKENS - WINDOW)
-                yield from _latents(model, "window", layer, buffer, window[live:], side.page, layouts[0], live)
+                yield from _latents(model, "window_", layer, buffer, window[live:], side.page, layouts[0], live)
             for ratio in sorted({*kinds} - {0}):
                 of = [n for n in (sources or range(len(kinds))) if kinds[n] == ratio]
                 yield from _compressed(side, pool, ratio, of, layouts[1], key, scale)
@@ -169,12 +169,12 @@ def _compressed(
     count = TOKENS // ratio
     slots = side.slots(False)[: count * ratio : ratio] // ratio
     for n, layer in enumerate(layers):
-        yield from _latents(0, f"c{ratio}", layer, pool.kv_pools[ratio].kv_buffer[n], slots, side.page // ratio, layout)
+        yield from _latents(0, "", layer, pool.kv_pools[ratio].kv_buffer[n], slots, side.page // ratio, layout)
         if ratio in pool.index_pools:
             index, rows = pool.index_pools[ratio].index_k_with_scale_buffer[n], pool.index_pools[ratio].page_size
-            yield _packed((0, layer, f"c{ratio} index"), index, slots, rows, [(0, key)], key)
-            yield _packed((0, layer, f"c{ratio} index scale"), index, slots, rows, [(rows * key, scale)], scale)
-        for name, states in (("", pool.compress_state_pools), ("index ", pool.indexer_compress_state_pools)):
+            yield _packed((0, layer, "index"), index, slots, rows, [(0, key)], key)
+            yield _packed((0, layer, "index_scale"), index, slots, rows, [(rows * key, scale)], scale)
+        for name, states in (("", pool.compress_state_pools), ("index_", pool.indexer_compress_state_pools)):
             if (state := states[layer]) is None:
                 continue
             live = (TOKENS // ratio - (ratio == 4)) * ratio
@@ -184,7 +184,7 @@ def _compressed(
             else:
                 pages = side.slots(True)[live:] // side.page
                 index = pages * state.ring_size + at % state.ring_size
-            yield _whole((0, layer, f"c{ratio} {name}state"), state.kv_score_buffer.kv_score, index, first=live)
+            yield _whole((0, layer, f"{name}compress_state"), state.kv_score_buffer.kv_score, index, first=live)
 
 
 # Indexes of which a key stands for several tokens
@@ -207,11 +207,11 @@ def _kpool_rows(side: Side, rank: int) -> Iterator[Rows]:
         yield _whole((0, layer, "latent"), buffer, side.slots(False))
     slots, index = side.slots(False)[: count * 4 : 4] // 4, pool.index_k_with_scale_buffer[0]
     yield _packed((0, 0, "index"), index, slots, page, [(0, 128)], 128)
-    yield _packed((0, 0, "index scale"), index, slots, page, [(page * 128, 4)], 4)
+    yield _packed((0, 0, "index_scale"), index, slots, page, [(page * 128, 4)], 4)
     at = torch.arange(count * 4, TOKENS) % 4
-    for part in ("k", "score"):
+    for name, part in (("pending_index", "k"), ("sglang.pending_score", "score")):
         buffer = getattr(pool, f"_compress_tail_{part}")[0]
-        yield _whole((0, 0, f"pending {part}"), buffer.view(-1, 128), side.row * 4 + at, first=count * 4)
+        yield _whole((0, 0, name), buffer.view(-1, 128), side.row * 4 + at, first=count * 4)
 
 
 def _qsa(classes: Any, page: int, ranks: int) -> tuple[Any, ...]:
@@ -263,8 +263,8 @@ def _qsa_rows(side: Side, rank: int) -> Iterator[Rows]:
     for n, layer in enumerate((1, 3)):
         slots = side.slots(False)[: count * 4 : 4] // 4
         yield _whole((0, layer, "index"), pool.qsa_compressed_k_buffer_pool[n], slots)
-        yield _whole((0, layer, "pending"), pool.qsa_key_state_buffer_pool[n], ring, first=count * 4)
-    yield _whole((0, 0, "position"), pool.qsa_rope_position_buffer, ring, first=count * 4)
+        yield _whole((0, layer, "pending_index"), pool.qsa_key_state_buffer_pool[n], ring, first=count * 4)
+    yield _whole((0, 0, "pending_position"), pool.qsa_rope_position_buffer, ring, first=count * 4)
 
 
 # Scales in buffers of their own
@@ -303,7 +303,7 @@ def _mla_four_rows(side: Side, rank: int) -> Iterator[Rows]:
     (pool,) = side.ranks[rank]
     for layer in range(2):
         yield _whole((0, layer, "latent"), pool.kv_buffer[layer], side.slots(False))
-        yield _whole((0, layer, "scale"), pool.kv_scale_buffer[layer], side.slots(False))
+        yield _whole((0, layer, "latent_scale"), pool.kv_scale_buffer[layer], side.slots(False))
 
 
 # States of Mamba 1 and of linear attention
@@ -438,7 +438,7 @@ def _dealt_rows(side: Side, rank: int) -> Iterator[Rows]:
         if hasattr(pool, "index_k_with_scale_buffer"):
             index, page = pool.index_k_with_scale_buffer[layer], pool.page_size
             yield _packed((0, layer, "index"), index, slots, page, [(0, 128)], 128)
-            yield _packed((0, layer, "index scale"), index, slots, page, [(page * 128, 4)], 4)
+            yield _packed((0, layer, "index_scale"), index, slots, page, [(page * 128, 4)], 4)
 
 
 _V4, _V41 = (0, 4, 128, 4), (0, 1, 2, 1, 2)
