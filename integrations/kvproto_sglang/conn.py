@@ -92,7 +92,7 @@ class Manager(base.BaseKVManager):
             buffers=self.buffers, states=[each.value for each in args.state_types], entries=args.num_draft_entries,
             scales=tuple(scales_of(each.model.modules()) for each in runners),
             window=0 if shares else scheduler.sliding_window_size or 0,
-            slots=tuple(_slots(each) for each in runners),
+            slots=_slots(runners),
         )  # fmt: skip
 
     @property
@@ -126,11 +126,12 @@ class Manager(base.BaseKVManager):
         self._stopped.pop(bootstrap_room, None)
 
 
-def _slots(runner: Any) -> Any:
-    """The pool of recurrent states of a model whose pool of pages has none."""
-    if hasattr(runner.token_to_kv_pool, "mamba_pool"):
-        return None
-    return getattr(runner.req_to_token_pool, "mamba_pool", None)
+def _slots(runners: list[Any]) -> tuple[Any, ...]:
+    """Of each model the pool of recurrent states, where its pool of pages has none; a draft may name the target's."""
+    found = [getattr(each.req_to_token_pool, "mamba_pool", None) for each in runners]
+    own = [pool if n == 0 or pool is not found[0] else None for n, pool in enumerate(found)]
+    inside = [hasattr(each.token_to_kv_pool, "mamba_pool") for each in runners]
+    return tuple(None if has else pool for pool, has in zip(own, inside, strict=True))
 
 
 class Sender(base.BaseKVSender):

@@ -28,6 +28,11 @@ _GROUPS |= dict.fromkeys(("granitemoehybrid", "falcon_h1"), "mamba_n_groups")
 """By the types of models with Mamba 2, how their configs call the groups. Inputs of heads, B and C are convolved."""
 _DELTAS = ("gigachat3_5", "jet_nemotron")
 """Types of models with gated delta nets whose shapes do not say that queries, keys and values are convolved."""
+_STREAMS = (
+    ("k_conv", False), ("v_conv", False), ("k_conv", True), ("v_conv", True), ("sglang.attn_conv", None),
+    ("sglang.mlp_conv", None),
+)  # fmt: skip
+"""Of Inkling's convolutions the part, and whether it is of layers with a window, of the others, or of all."""
 _ORDERS = {"delta": "value, key", "linear": "key, value"}
 """Axes of the matrix of a head, where other engines have others under the same shape."""
 
@@ -39,6 +44,8 @@ def recurrent(pool: Any, owner: Owner) -> list[Stated]:
     if getattr(pool, "replayssm_write_pos", None) is not None:
         raise refused("state pool", "states with all updates in them", "updates beside them (enable_linear_replayssm)")
     conv, matrix, ids = pool.mamba_cache.conv, pool.mamba_cache.temporal, list(pool.mamba_layer_ids)
+    if len(conv) == len(_STREAMS) and hasattr(owner.model.hf_text_config, "local_layer_ids"):
+        return _streams(conv, ids, owner)
     if len(conv) != 1 or conv[0].dim() != 4 or not (conv[0].numel() or matrix.numel()):
         raise refused("state pool", "one convolution", f"tensors {[tuple(each.shape) for each in conv]}")
     made, order = [], "linear"
@@ -53,6 +60,32 @@ def recurrent(pool: Any, owner: Owner) -> list[Stated]:
         ssm = matrix.flatten(3).unsqueeze(3)
         made.append(_state(owner, "ssm", ssm, ids, heads, _ORDERS.get(order, "")))
     return made + [each for sibling in pool._slot_siblings for each in _beside(sibling, owner)]
+
+
+def _streams(conv: list[Any], ids: list[int], owner: Owner) -> list[Stated]:
+    """The short convolutions of Inkling, [layer, slot, input, channel].
+
+    Ranks divide those of K and V by heads; each has those of what attention and MLP add whole.
+    """
+    model, made, hidden = owner.model, list[Stated](), owner.model.hf_text_config.hidden_size
+    local = {*model.hf_text_config.local_layer_ids}
+    if owner.number or {each.shape[3] for each in conv[4:]} != {hidden} or conv[0].dtype not in FLOATS:
+        mine = f"convolutions of a target, of {hidden} channels each"
+        raise refused("state pool", mine, f"{conv[4].shape[3]} of the {owner.of}, {conv[0].dtype}")
+    for tensor, (part, windowed) in zip(conv, _STREAMS, strict=True):
+        places = [n for n, layer in enumerate(ids) if windowed is None or (layer in local) == windowed]
+        if not places:
+            continue
+        layers, views = [ids[n] for n in places], [tensor[n].transpose(1, 2).unsqueeze(-1) for n in places]
+        title, blocks = owner.title, [Block(hidden)]
+        if windowed is not None:
+            heads = int(model.get_swa_num_kv_heads(1) if windowed else model.get_total_num_kv_heads())
+            dim = tensor.shape[3] // max(1, heads // owner.tp)
+            title, blocks = owner.within(layers, windowed).title, [Block(heads * dim, dim)]
+        cache = state_of(f"{title} {part}", layers, part, views[0], blocks, owner.number)
+        whole = cache.over(tp=1) if windowed is None else cache
+        made.append(Stated(whole, views, "page head token dim", Table(slot=True), "mamba"))
+    return made
 
 
 def _blocks(pool: Any, owner: Owner, channels: int) -> tuple[list[Block], str]:

@@ -365,12 +365,22 @@ def _window_rows(
 
 
 def _inkling(classes: Any, page: int, ranks: int) -> tuple[Any, ...]:
-    return _windows(classes, page, ranks, [1, 3], [0, 2]), _states(classes, range(4), 1 / ranks)
+    held = max(1, HEADS // ranks) * DIM
+    streams = classes.streams(range(4), [(3, held)] * 4 + [(3, 24)] * 2)
+    return _windows(classes, page, ranks, [1, 3], [0, 2]), streams
 
 
 def _inkling_rows(side: Side, rank: int) -> Iterator[Rows]:
     yield from _window_rows(side, side.ranks[rank][0], rank, (1, 3), (0, 2), 0)
-    yield from _state_rows(side, side.slots_of[rank][0], rank, range(4))
+    convolutions, ranks = side.slots_of[rank][0].mamba_cache.conv, len(side.ranks)
+    for n, held in enumerate(convolutions):
+        lanes = held.shape[3]
+        every = HEADS * DIM if n < 4 else lanes
+        for layer in ((1, 3), (1, 3), (0, 2), (0, 2), range(4), range(4))[n]:
+            slot = held[layer, SLOT]  # [input, channel]
+            at = (torch.arange(3) * slot.stride(0))[:, None] + torch.arange(lanes) * slot.stride(1)
+            lo = rank * lanes if every == lanes * ranks else 0
+            yield Rows((0, layer, f"conv {n}"), slot, at * slot.element_size(), slot.element_size(), lanes=(every, lo))
 
 
 def _layers_of_mtp(classes: Any, page: int, ranks: int) -> tuple[Any, ...]:
@@ -468,7 +478,9 @@ FAMILIES: dict[str, Family] = {
     "MLA in FP4": Family(_mla_four, _mla_four_rows, heads=1),
     "Mamba 1": Family(_mamba1, _mamba1_rows, ("mamba",)),
     "linear attention": Family(_linear, _linear_rows, ("mamba",)),
-    "windows beside convolutions": Family(_inkling, _inkling_rows, ("swa", "mamba"), slots=1),
+    "Inkling": Family(
+        _inkling, _inkling_rows, ("swa", "mamba"), slots=1, text={"local_layer_ids": [0, 2], "hidden_size": 24},
+    ),
     "MTP of three layers": Family(_layers_of_mtp, _mtp_rows, models=4),
     "a draft with windows": Family(_draft_of_windows, _draft_windows_rows, ("swa",), models=2),
     "a draft with states": Family(_draft_with_states, _draft_states_rows, ("mamba",), models=2),

@@ -62,6 +62,14 @@ class Standins:
             )
         return made
 
+    def streams(self, layers: Any, shapes: list[tuple[int, int]]) -> Any:
+        """States of several convolutions, [input, channel] each."""
+        made = self.mamba(layers, shapes[0], (0, 0, 0), None)
+        made.mamba_cache.conv = [
+            standins.zeros((len(layers), SLOT + 5, *shape), torch.bfloat16, self.device) for shape in shapes
+        ]
+        return made
+
     def minimax(self, **given: Any) -> Any:
         return standins.MiniMaxSparseKVPool(device=self.device, **given)
 

@@ -54,7 +54,8 @@ def of_family(family: str, spoil: Any = None, **more: Any) -> Engine:
     made = FAMILIES[family].side(64, 1, Standins())
     if spoil is not None:
         spoil(made.ranks[0][0])
-    return engine(*made.ranks[0], **{"models": made.configs, "states": made.states} | more)
+    slots = made.slots_of[0] if made.slots_of else ()
+    return engine(*made.ranks[0], **{"models": made.configs, "states": made.states, "slots": slots} | more)
 
 
 def facts(made: Opened) -> dict[str, str]:
@@ -166,6 +167,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "what a row of a request holds": (
         lambda: of_family("DeepSeek V4", states=("swa", "c128_state", "request_row")), "request_row: from which position",
+    ),
+    "convolutions that ranks share": (
+        lambda: of_family("Inkling", models=(model_of(HEADS, 5, local_layer_ids=[0, 2], hidden_size=48),)), "48 channels each",
     ),
     "an element of a key": (
         lambda: of_family("MiniMax-M3", lambda pool: setattr(pool.index_k_pool, "dtype", torch.float64)), "float64",

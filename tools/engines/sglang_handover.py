@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.configs.inkling import InklingConvCacheParams, InklingConvStateShape
 from sglang.srt.configs.mamba_utils import (
     KimiLinearCacheParams,
     KimiLinearStateShape,
@@ -110,6 +111,14 @@ class Own:
             )
             made.register_slot_state(self._made(NGramPool, context_len=5, eos_token_id=2, **kept))
         return made
+
+    def streams(self, layers: Any, shapes: list[tuple[int, int]]) -> Any:
+        """States of several convolutions, [input, channel] each."""
+        shape = InklingConvStateShape(conv=shapes, temporal=(0, 0, 0))
+        params = InklingConvCacheParams(shape=shape, layers=list(layers))
+        return self._made(
+            MambaPool, size=SLOT + 4, spec_state_size=0, mamba_layer_ids=list(layers), cache_params=params, **COMMON
+        )
 
     def minimax(self, **given: Any) -> Any:
         layers = len(given["dense_layer_ids"]) + len(given["sparse_layer_ids"])
