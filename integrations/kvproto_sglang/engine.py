@@ -11,11 +11,11 @@ import torch
 from kvproto import Parallel, Pool, lay_out
 from kvproto_engines.facts import facts_of, weights_of
 from kvproto_sglang import metadata
-from kvproto_sglang.pools import DRAFTS, SHARDED, state
-from kvproto_sglang.refusals import COMPONENTS
+from kvproto_sglang.pools.classes import DRAFTS, SHARDED, state
+from kvproto_sglang.pools.refusals import COMPONENTS
+from kvproto_sglang.pools.stated import Owner, Stated, Table, of, refused
+from kvproto_sglang.pools.states import recurrent
 from kvproto_sglang.settings import Settings
-from kvproto_sglang.stated import Owner, Stated, Table, of, refused
-from kvproto_sglang.states import recurrent
 
 __all__ = ["Engine", "Layout", "Opened", "facts", "open_pool", "scales_of", "title_of"]
 

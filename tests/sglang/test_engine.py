@@ -11,8 +11,8 @@ import torch
 from kvproto import LocalError, Options
 from kvproto.wire.enums import FactRule
 from kvproto_sglang.engine import Engine, Layout, Opened, open_pool, scales_of
-from kvproto_sglang.pools import KINDS as STATED
-from kvproto_sglang.refusals import REFUSED as CLASSES
+from kvproto_sglang.pools.classes import KINDS as STATED
+from kvproto_sglang.pools.refusals import REFUSED as CLASSES
 from kvproto_sglang.settings import Settings
 from tests.sglang.families import FAMILIES
 from tests.sglang.handover import model_of, server_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvproto_sglang.stated import HOLE, PADDING, Table
+from kvproto_sglang.pools.stated import HOLE, PADDING, Table
 
 PAGES = Table(16)
 WINDOW = Table(16, component=0)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvproto import Pool, Prompt, Sink, Source, lay_out, new_ticket
-from kvproto_sglang.pools import state as state_of_sglang
-from kvproto_sglang.stated import Owner
+from kvproto_sglang.pools.classes import state as state_of_sglang
+from kvproto_sglang.pools.stated import Owner
 from kvproto_vllm.caches import state
 from kvproto_vllm.orders import Table
 from tests.sglang.handover import index_of

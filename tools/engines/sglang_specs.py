@@ -13,9 +13,9 @@ from pathlib import Path
 import sglang
 from sglang.srt.disaggregation.base.conn import StateType
 
-from kvproto_sglang.pools import KINDS
-from kvproto_sglang.refusals import COMPONENTS, REFUSED
-from kvproto_sglang.states import SIBLINGS, STATES
+from kvproto_sglang.pools.classes import KINDS
+from kvproto_sglang.pools.refusals import COMPONENTS, REFUSED
+from kvproto_sglang.pools.states import SIBLINGS, STATES
 from tests.sglang.families import FAMILIES
 from tests.sglang.kinds import KINDS as TRIED
 from tools.engines.sglang_engine import told

@@ -17,7 +17,7 @@ from kvproto_engines.settings import refuse
 from kvproto_engines.tiers import ONLY_TOKENS, Tiered, names_of, read
 from kvproto_sglang.conn import ONES
 from kvproto_sglang.engine import Layout, facts, title_of
-from kvproto_sglang.stated import Owner, refused
+from kvproto_sglang.pools.stated import Owner, refused
 from kvproto_sglang.tiers.host_pools import state_host
 from kvproto_sglang.tiers.keys import KEYS, PageKeys
 

@@ -13,8 +13,8 @@ from typing import Any
 from kvproto import Block, Cache, DType
 from kvproto_engines.elements import FLOATS
 from kvproto_engines.states import state_of
-from kvproto_sglang.refusals import REFUSED
-from kvproto_sglang.stated import Owner, Stated, Table, refused
+from kvproto_sglang.pools.refusals import REFUSED
+from kvproto_sglang.pools.stated import Owner, Stated, Table, refused
 
 __all__ = ["SIBLINGS", "STATES", "recurrent"]
 

@@ -15,10 +15,10 @@ import torch
 from kvproto import Cache, DType
 from kvproto_engines.elements import FLOATS, QUANTIZED
 from kvproto_engines.sparse import SCALE, index_views, row_of
-from kvproto_sglang.compressed import compressed
-from kvproto_sglang.refusals import REFUSED
-from kvproto_sglang.stated import Owner, Stated, Table, refused
-from kvproto_sglang.states import recurrent
+from kvproto_sglang.pools.compressed import compressed
+from kvproto_sglang.pools.refusals import REFUSED
+from kvproto_sglang.pools.stated import Owner, Stated, Table, refused
+from kvproto_sglang.pools.states import recurrent
 
 __all__ = ["DRAFTS", "KINDS", "SHARDED", "state"]
 

@@ -13,7 +13,7 @@ import torch
 
 from kvproto import Cache, DType
 from kvproto_engines.elements import FLOATS
-from kvproto_sglang.stated import Owner, Stated, Table, refused
+from kvproto_sglang.pools.stated import Owner, Stated, Table, refused
 
 __all__ = ["compressed"]
 
