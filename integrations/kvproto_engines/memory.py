@@ -19,8 +19,16 @@ import kvproto
 __all__ = ["ShareableMemory", "only_context"]
 
 
+_MADE = (torch.zeros, torch.empty, torch.full)
+
+
+def _shape(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    """Of the arguments of such a function: numbers, or one tuple of them."""
+    return tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+
+
 class ShareableMemory(TorchFunctionMode):
-    """Within it `torch.zeros(shape, dtype=...)`, or `size=`, on the CPU is memory that transports can share."""
+    """Within it `torch.zeros`, `empty` and `full` give memory on the CPU that transports can share."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         """`dtype`: of these elements alone."""
@@ -29,13 +37,15 @@ class ShareableMemory(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        sizes: tuple[Any, ...] = args or ((named["size"],) if "size" in named else ())
-        if func is torch.zeros and len(sizes) == 1 and torch.device(named.get("device") or "cpu").type == "cpu":
-            dtype = named.get("dtype") or torch.get_default_dtype()
-            shape = (sizes[0],) if isinstance(sizes[0], int) else tuple(sizes[0])
+        if func in _MADE and torch.device(named.get("device") or "cpu").type == "cpu":
+            filled = func is torch.full
+            shape = _shape(args[: 1 if filled else None] or (named["size"],))
+            value = (args[1] if len(args) > 1 else named["fill_value"]) if filled else 0
+            dtype = named.get("dtype") or (torch.tensor(value).dtype if filled else torch.get_default_dtype())
             length = math.prod(shape) * dtype.itemsize
             if length and self._dtype in (None, dtype):
-                return from_dlpack(kvproto.allocate(length)).view(dtype).view(shape)
+                made = from_dlpack(kvproto.allocate(length)).view(dtype).view(shape)
+                return made.fill_(value) if filled else made
         return func(*args, **named)
 
 

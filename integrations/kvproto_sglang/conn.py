@@ -22,12 +22,11 @@ from kvproto_sglang.receiving import Receiving
 from kvproto_sglang.sending import Sending
 from kvproto_sglang.settings import VARIABLE, Settings
 from kvproto_sglang.state import State
-from kvproto_sglang.stated import refused
 from kvproto_sglang.tickets import Asked, asked_of, ticket_of
 
 __all__ = ["CLASSES", "ONES", "BootstrapServer", "Manager", "Receiver", "Sender"]
 
-ONES = ("pp_size", "attn_cp_size", "attn_dcp_size")
+ONES = ("pp_size", "attn_cp_size")
 """Sizes of SGLang's parallel configuration that have to be 1 until engines with them were tried."""
 _NO_HOOKS = "the plug-in's hooks are not in place: SGLang's log says why"
 
@@ -71,7 +70,8 @@ class Manager(base.BaseKVManager):
         settings, parallel = self.settings, get_parallel()
         self.buffers, scheduler = queue.metadata_buffers, queue.scheduler
         self.layout = Layout(
-            parallel.attn_tp_size, parallel.attn_tp_rank, tuple((name, getattr(parallel, name)) for name in ONES),
+            parallel.attn_tp_size, parallel.attn_tp_rank, parallel.attn_dcp_size,
+            tuple((name, getattr(parallel, name)) for name in ONES),
             parallel.attn_dp_rank or parallel.dp_rank or 0, parallel.num_dp_ranks,
         )  # fmt: skip
         parts = "all" if self.prefills else settings.metadata
@@ -87,20 +87,18 @@ class Manager(base.BaseKVManager):
 
     def _engine(self, queue: Any) -> Engine:
         """SGLang's objects for the target and for its draft."""
-        scheduler, draft, args = queue.scheduler, queue.draft_token_to_kv_pool, self.kv_args
+        scheduler, args = queue.scheduler, self.kv_args
         runners = [scheduler.tp_worker.model_runner]
-        if draft is not None:
-            more = scheduler.draft_worker._draft_model_runners()
-            if len(more) > 1:
-                raise refused("draft model", "one model, in one pool", f"{len(more)}")
-            runners += more
+        if queue.draft_token_to_kv_pool is not None:
+            runners += scheduler.draft_worker._draft_model_runners()
         shares = self.prefills or self._server.disaggregation_decode_enable_radix_cache
         return Engine(
-            pools=(queue.token_to_kv_pool, *[draft] * (draft is not None)),
+            pools=(queue.token_to_kv_pool, *(each.token_to_kv_pool for each in runners[1:])),
             models=(scheduler.model_config, *(each.model_config for each in runners[1:])), server=self._server,
             buffers=self.buffers, states=[each.value for each in args.state_types], entries=args.num_draft_entries,
             scales=tuple(scales_of(each.model.modules()) for each in runners),
             window=0 if shares else scheduler.sliding_window_size or 0,
+            slots=_slots(runners),
         )  # fmt: skip
 
     @property
@@ -132,6 +130,14 @@ class Manager(base.BaseKVManager):
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         self._stopped.pop(bootstrap_room, None)
+
+
+def _slots(runners: list[Any]) -> tuple[Any, ...]:
+    """Of each model the pool of recurrent states, where its pool of pages has none; a draft may name the target's."""
+    found = [getattr(each.req_to_token_pool, "mamba_pool", None) for each in runners]
+    own = [pool if n == 0 or pool is not found[0] else None for n, pool in enumerate(found)]
+    inside = [hasattr(each.token_to_kv_pool, "mamba_pool") for each in runners]
+    return tuple(None if has else pool for pool, has in zip(own, inside, strict=True))
 
 
 class Sender(base.BaseKVSender):

@@ -14,7 +14,7 @@ import torch
 
 from kvproto import Cache, DType
 from kvproto_engines.elements import FLOATS
-from kvproto_sglang.stated import refused
+from kvproto_sglang.pools.stated import refused
 
 __all__ = ["DRAFTED", "GROUP", "MASKED", "PARTS", "SETS", "cache_of", "names_of", "read", "write"]
 

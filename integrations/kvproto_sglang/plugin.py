@@ -75,16 +75,31 @@ def _ours(made: Any) -> bool:
     return type(made).__module__ == "kvproto_sglang.conn"
 
 
+_ALLOCATING = (
+    "memory_pool.MHATokenToKVPool._create_buffers_normal",
+    "memory_pool.MHATokenToKVPoolFP4._create_buffers",
+    "memory_pool.MHATokenToKVPoolMXFP8._create_buffers",
+    "memory_pool.MLATokenToKVPool._create_buffers",
+    "memory_pool.MLATokenToKVPoolFP4._create_buffers",
+    "memory_pool.DSATokenToKVPool._create_index_key_cache",
+    "memory_pool.DSATokenToKVPool._init_kpool_compress_tail_buffers",
+    "memory_pool.MHATokenToKOnlyPool.__init__",
+    "memory_pool.MambaPool.__init__",
+    "ple_state_pool.ShortConvPool.__init__",
+    "ple_state_pool.NGramPool.__init__",
+    "qsa_kv_pool.QSATokenToKVPool.__init__",
+    "deepseek_v4_memory_pool.DeepSeekV4SingleKVPool._create_buffers",
+    "deepseek_v4_memory_pool.DeepSeekV4IndexerPool._create_buffer",
+    "deepseek_v4_compress_state.CompressStatePool._alloc_kv_score_buffer",
+)
+"""Methods of SGLang's pools that allocate what is stated."""
 _HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
     ("disaggregation.utils.get_kv_class", _class_of, "AROUND"),
     ("disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager", _manager_made, "AFTER"),
     ("disaggregation.decode.DecodePreallocQueue._init_kv_manager", _manager_made, "AFTER"),
     ("disaggregation.prefill.PrefillBootstrapQueue.create_sender", _sender_made, "AFTER"),
     ("disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", _receiver_made, "AFTER"),
-    ("mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal", _allocated, "AROUND"),
-    ("mem_cache.memory_pool.MLATokenToKVPool._create_buffers", _allocated, "AROUND"),
-    ("mem_cache.memory_pool.DSATokenToKVPool._create_index_key_cache", _allocated, "AROUND"),
-    ("mem_cache.memory_pool.MambaPool.__init__", _allocated, "AROUND"),
+    *((f"mem_cache.{name}", _allocated, "AROUND") for name in _ALLOCATING),
     ("mem_cache.memory_pool.MHATokenToKVPool.get_contiguous_buf_infos", _placed, "AROUND"),
 )
 """Functions of SGLang that are hooked, by their names below sglang.srt."""

@@ -10,8 +10,8 @@ import attrs
 
 from kvproto import Fetch, KvprotoError, Prompt, Sink, Ticket
 from kvproto.events import Arrived
+from kvproto_sglang.pools.stated import HOLE, Table
 from kvproto_sglang.state import State
-from kvproto_sglang.stated import HOLE, Table
 
 __all__ = ["Receiving"]
 

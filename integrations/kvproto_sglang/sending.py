@@ -8,8 +8,8 @@ from typing import Any
 
 from kvproto import KvprotoError, Prompt, Request, Source, Ticket
 from kvproto_engines.told import error_of
+from kvproto_sglang.pools.stated import Table
 from kvproto_sglang.state import State
-from kvproto_sglang.stated import Table
 
 __all__ = ["Sending"]
 

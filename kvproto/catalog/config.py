@@ -30,8 +30,12 @@ UNREAD = (
     "index_source_layer_ids", "kv_source_layer_ids", "layer_group_size", "n_mamba_heads",
 )  # fmt: skip
 """Fields that give some layers another cache, or none, in a way that is not supported here."""
+_LISTED = ("layer_group_size",)
+"""Fields of these that `layer_types` says in another way, as transformers saves Ling."""
 CODED = {"mimo_v2_flash": "swa_num_key_value_heads"}
-"""Model types whose code gives some layers other sizes, unless this field of the model card says them."""
+"""Model types whose code gives some layers other sizes, unless this field of the model card says them.
+
+The code of transformers is known: it has `layer_types`, and windows with twice the heads."""
 ABOUT_CACHES = re.compile(
     r"^(?!audio_|image_|mm_|moe_|mtp_|video_|vision_)(.*_)?(attn_types?|attention_types?|block_types?|cache|channels|chunk|cla"
     r"|compress(ed|ion|or)?|conv|cross|cycles?|delta|dim_head|global|heads?|hybrid|(?<!token_)index(er)?|kda|kv|latent"
@@ -46,7 +50,7 @@ BESIDE = frozenset((
     "conv_dim_out", "conv_use_xavier_init", "decoder_sparse_step", "full_attn_idxs", "global_attn_every_n_layers",
     "global_rope_theta", "head_dim", "hidden_size_per_layer_input", "index_block_size", "index_local_blocks",
     "index_n_heads", "index_topk", "index_topk_blocks", "linear_allow_neg_eigval", "linear_attn_alpha_factor",
-    "linear_attn_beta_factor", "local_rope_theta",
+    "kda_safe_gate", "linear_attn_beta_factor", "local_rope_theta",
     "mamba_chunk_size", "mamba_conv_bias", "mamba_dt_rank", "mamba_expand", "mamba_hidden_act",
     "mamba_inner_layernorms", "mamba_norm_before_gate", "mamba_proj_bias", "mamba_rms_norm", "mamba_ssm_cache_dtype",
     "mamba_ssm_dtype", "mamba_use_mlp", "max_window_layers", "mlp_layer_types", "n_recurrent_layers",
@@ -68,6 +72,8 @@ _KINDS = {
 }  # fmt: skip
 _INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
 """Model types whose "indexed_attention" is a latent and plain index keys; others pool theirs, or have K and V."""
+_CHOOSING = ("minimax_m3_vl_text",)
+"""Model types with K and V, and index keys in the layers of `layer_types` that say so."""
 _RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 """Tokens of a compressed row, by the kind of layer of DeepSeek V4, unless `compress_rates` has others."""
 
@@ -86,10 +92,11 @@ def layer_kinds(config: Config, count: int) -> list[str]:
     `count` layers.
     """
     check_layers(count)
-    if unread := [name for name in UNREAD if config.get(name)]:
+    listed = config.get("layer_types")
+    if unread := [name for name in UNREAD if config.get(name) and not (listed and name in _LISTED)]:
         raise bad(f"config.{unread[0]}", *_BY_HAND)
     coded = CODED.get(str(config.get("model_type")))
-    if coded and not config.get(coded):
+    if coded and not config.get(coded) and not listed:
         raise bad("config.model_type", "one whose fields say what its caches are", config["model_type"])
     kinds = _stated_kinds(config, count)
     if len(kinds) != count:
@@ -105,6 +112,9 @@ def own_sizes(config: Config, kinds: Sequence[str]) -> dict[int, Config]:
     transformers states them by layer, and model cards by kind of layer. Raises LocalError(OUT_OF_RANGE).
     """
     sizes: dict[int, Config] = {}
+    if (coded := CODED.get(str(config.get("model_type")))) and not config.get(coded):
+        twice = {"num_key_value_heads": 2 * number(config, "num_key_value_heads")}
+        sizes |= {i: twice for i, kind in enumerate(kinds) if kind == "window"}
     for kind, names in _OF_KIND.items() if {*_OF_KIND} <= {*kinds} else ():
         found = {field: number(config, name) for field, name in names.items() if config.get(name) is not None}
         if config.get("attention_k_eq_v") is False:
@@ -183,6 +193,8 @@ def compress_ratios(config: Config, count: int) -> list[int] | None:
 def index_layers(config: Config, layers: Iterable[int]) -> list[int]:
     """Layers with index keys; the others take the choice of the one before (KVP-GEO-W-SHARED)."""
     if not config.get("kv_lora_rank"):
+        if config.get("model_type") in _CHOOSING and config.get("layer_types"):
+            config.get("index_head_dim")  # of the layers that choose, if one does
         sparse = (config.get("sparse_attention_config") or {}).get("sparse_attention_freq") or ()
         if not isinstance(sparse, list | tuple):
             raise bad("config.sparse_attention_config.sparse_attention_freq", "a list of 0 and 1", repr(sparse))
@@ -417,6 +429,8 @@ def text(config: Config) -> Config:
     if listed := merged.get("layers_block_type"):
         implied["num_hidden_layers"] = len(listed)
     found = {**implied, **{name: value for name, value in merged.items() if value is not None or name not in implied}}
+    if found.get("model_type") == "longcat_flash" and "num_hidden_layers" not in found:  # two latents in each
+        return {**found, "num_hidden_layers": 2 * number(found, "num_layers")}
     return _paired(found) if found.get("model_type") == "dory" else found
 
 

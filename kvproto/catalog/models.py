@@ -231,6 +231,8 @@ def _recurrent(
         case "kda":  # a gated delta net whose q, k and v have the same heads
             saved = config.get("linear_num_heads")  # by transformers 5, beside the published form
             kda = _sizes(config, _KDA_SAVED) if saved else _sizes(config["linear_attn_config"], _KDA)
+            if config.get("short_conv_kernel_size", kda["kernel"]) != kda["kernel"]:  # Ling says it twice
+                raise bad("config.short_conv_kernel_size", str(kda["kernel"]), config["short_conv_kernel_size"])
             heads = {"key_heads": kda["n"], "value_heads": kda["n"], "key_dim": kda["dim"], "value_dim": kda["dim"]}
             return Cache.gdn(name, layers, **heads, kernel=kda["kernel"], **more)
         case "lightning":  # a square state for each query head

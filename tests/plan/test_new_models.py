@@ -340,10 +340,41 @@ def test_falcon_has_one_kv_head_or_as_many_as_it_says(shown: Mapping[str, Any], 
     assert {p.lanes for p in describe({**falcon, "num_kv_heads": 71, **shown}).groups[0].parts} == {heads}
 
 
-def test_a_model_whose_code_has_other_sizes_than_its_fields_is_refused() -> None:
-    """MiMo V2 Flash as transformers saves it: nothing says that its windows have eight heads."""
+def test_windows_of_mimo_have_twice_the_heads_where_its_card_does_not_say_so() -> None:
+    """As transformers saves it: the factor is in its code. In another form the heads are not known."""
+    saved = {**GQA, "model_type": "mimo_v2_flash", "sliding_window": 128}
+    made = describe({**saved, "layer_types": ["full_attention", "sliding_attention"] * 3})
+    lanes = {group.name: group.parts[0].lanes for group in made.groups}
+    assert lanes["target window"] == 2 * lanes["target"]
     with raises(LocalError, path="config.model_type"):
-        describe({**GQA, "model_type": "mimo_v2_flash", "layer_types": ["full_attention", "sliding_attention"] * 3})
+        describe({**saved, "hybrid_layer_pattern": [0, 1] * 3})
+
+
+def test_a_layer_of_longcat_has_two_latents() -> None:
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 64, "num_layers": 3}
+    made = describe({"model_type": "longcat_flash", "hidden_size": 64, "torch_dtype": "bfloat16", **latent})
+    assert made.ranks[0].owns[0].layers.tolist() == list(range(6))
+
+
+def test_layers_of_ling_are_those_that_transformers_lists() -> None:
+    """Not those that its card gives by the size of a group, which another model may mean otherwise."""
+    kda = {"linear_num_heads": 4, "linear_head_dim": 16, "linear_conv_kernel_dim": 4, "short_conv_kernel_size": 4}
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "layer_group_size": 2}
+    ling = {
+        "model_type": "bailing_hybrid",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        **kda,
+        **latent,
+    }
+    listed = {"layer_types": ["linear_attention", "full_attention"] * 2, "torch_dtype": "bfloat16"}
+    made = describe({**ling, **listed})
+    assert {own.group: own.layers.tolist() for own in made.ranks[0].owns} == {0: [1, 3], 1: [0, 2], 2: [0, 2]}
+    with raises(LocalError, path="config.layer_group_size"):
+        describe(ling)
+    with raises(LocalError, path="config.short_conv_kernel_size"):
+        describe({**ling, **listed, "short_conv_kernel_size": 5})
 
 
 def test_a_draft_that_only_reads_the_target_has_no_cache_to_describe() -> None:

@@ -5,7 +5,8 @@ layer and part is numbered by model, layer, token, head and element alone, so a 
 """
 
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +24,8 @@ from kvproto_sglang.state import State
 from kvproto_sglang.tickets import ticket_of
 from tests.sglang.standins import buffers
 
-TOKENS, SLOT = 150, 3
-"""Tokens of the prompt, and where each engine has its state."""
+TOKENS, SLOT, REQUEST_ROWS = 151, 3, 8
+"""Tokens of the prompt, where each engine has its state, and for how many requests it has rows of other kinds."""
 _SECONDS = 60
 
 
@@ -75,6 +76,44 @@ class Model:
     named: str = ""
 
 
+@attrs.frozen
+class Rows:
+    """Rows of a part of a layer in a rank's buffers.
+
+    Fields:
+        at: Byte offsets in the buffer at which each lane of each row begins, [row, lane].
+        size: Bytes of a lane.
+        first: Which row of the prompt is the first; `which`: each of them, where others lie between.
+        lanes: Of all ranks, and how many of them ranks before this one hold.
+    """
+
+    key: tuple[int, int, str]
+    buffer: torch.Tensor
+    at: torch.Tensor
+    size: int
+    first: int = 0
+    which: torch.Tensor | None = None
+    lanes: tuple[int, int] = (1, 0)
+
+    @property
+    def place(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes of the buffer, and the index of each byte, [row, lane, byte]."""
+        flat = self.buffer.untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=self.buffer.device).set_(flat)
+        begin = self.buffer.storage_offset() * self.buffer.element_size()
+        return whole, (begin + self.at[..., None] + torch.arange(self.size)).to(whole.device)
+
+    @property
+    def content(self) -> torch.Tensor:
+        """The bytes of the prompt that belong there."""
+        model, layer, part = self.key
+        seed = torch.Generator().manual_seed(100_000 * model + 1000 * layer + zlib.crc32(part.encode()) % 1000)
+        whole = torch.randint(0, 256, (TOKENS, self.lanes[0], self.size), generator=seed, dtype=torch.uint8)
+        lo = self.lanes[1] if self.lanes[1] < self.lanes[0] else 0
+        mine = whole[:, lo : lo + self.at.shape[1]]
+        return mine[self.which] if self.which is not None else mine[self.first : self.first + len(self.at)]
+
+
 @attrs.define
 class Side:
     """An engine: the pools of each rank, of the target and perhaps of a draft."""
@@ -87,6 +126,11 @@ class Side:
     buffers: Any = None
     exact: bool = True
     scales: tuple[Any, ...] = ({}, {})
+    rows: Callable[["Side", int], Iterator[Rows]] | None = None
+    slots_of: list[tuple[Any, ...]] = attrs.field(factory=list)
+    dcp: int = 1
+    row: int = attrs.field(init=False)
+    """Of the request among rows for requests."""
     pages: list[int] = attrs.field(init=False)
     window: list[int] = attrs.field(init=False)
     """Of each page of the request the one that a window has; what has left the window has none."""
@@ -95,14 +139,17 @@ class Side:
         order = torch.randperm(-(-TOKENS // self.page), generator=torch.Generator().manual_seed(self.page))
         self.pages = [int(n) + 1 for n in order]
         self.window = [int(n) + 1 for n in order.flip(0)]
+        self.row = 2 + self.page % 3
 
     def opened(self, rank: int, options: Options | None = None) -> Opened:
-        drafts = sum(len(_buffers(pool)) for pool in self.ranks[rank][1:])
+        drafts = sum(len(_buffers(_inner(pool))) for pool in self.ranks[rank][1:2])
+        scales = (*self.scales, *[{}] * len(self.ranks[rank]))
         engine = Engine(
-            self.ranks[rank], self.configs, server_of(), self.buffers, self.states, drafts, self.scales,
-            self.models[0].tokens if self.exact else 0,
+            self.ranks[rank], self.configs, server_of(), self.buffers, self.states, drafts, scales,
+            self.models[0].tokens if self.exact else 0, self.slots_of[rank] if self.slots_of else (),
         )  # fmt: skip
-        return open_pool(engine, Layout(len(self.ranks), rank), Settings(options=options or Options()), "all")
+        layout = Layout(len(self.ranks), rank, self.dcp)
+        return open_pool(engine, layout, Settings(options=options or Options()), "all")
 
     def components(self, cached: int = 0) -> list[Any]:
         """What SGLang names of the request's state: as its `_swa_payload` and `_mamba_payload` do."""
@@ -111,8 +158,18 @@ class Side:
             "swa": torch.tensor(self.window[first:]).numpy(),
             "mamba": [torch.tensor([SLOT]).numpy()],
             "dsa": torch.tensor(self.pages).numpy(),
+            "qsa_pending": torch.tensor([self.row]).numpy(),
+            "c128_state": self._request_state() if "c128_state" in self.states else None,
+            "dsa_tail": [self.row, 0, TOKENS % 4, 0, 0, 4],
         }
-        return [found[name] for name in self.states]
+        return [found.get(name) for name in self.states]
+
+    def _request_state(self) -> Any:
+        """As the pool of DeepSeek V4 says it: of the ratio that has rings of a request, where tokens are pending."""
+        rings = [each for each in self.ranks[0][0].compress_state_pools if each is not None and each.request_scoped]
+        ratio, ring = rings[0].ratio, rings[0].ring_size
+        page = self.row * (ring // ratio) + (TOKENS - 1) % ring // ratio
+        return torch.tensor([page] * bool(TOKENS % ratio)).numpy()
 
     def slots(self, window: bool) -> torch.Tensor:
         at = torch.arange(TOKENS)
@@ -120,6 +177,8 @@ class Side:
 
 
 def _buffers(pool: Any) -> list[Any]:
+    if hasattr(pool, "swa_kv_pool") and not hasattr(pool, "full_kv_pool"):
+        return []  # DeepSeek V4's draft has a window alone
     return list(pool.kv_buffer) if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
 
 
@@ -159,8 +218,13 @@ def _attention(
 
 
 def write(side: Side, rank: int) -> None:
-    """Fill a rank's pools by SGLang's own methods."""
+    """Fill a rank's pools by SGLang's own methods, or where it says that rows lie."""
     ranks = len(side.ranks)
+    if side.rows is not None:
+        for rows in side.rows(side, rank):
+            whole, at = rows.place
+            whole[at] = rows.content.to(whole.device)
+        return
     for number, (pool, model) in enumerate(zip(side.ranks[rank], side.models, strict=True)):
         halves: dict[tuple[int, int], list[torch.Tensor]] = {}
         for inner, _, n, _, rows, window in _attention(pool, model, number, rank, ranks):
@@ -183,8 +247,14 @@ def write(side: Side, rank: int) -> None:
 
 
 def differences(side: Side, rank: int) -> list[str]:
-    """What a rank's pools do not hold, read by SGLang's own methods."""
+    """What a rank's pools do not hold, read by SGLang's own methods, or where it says that rows lie."""
     ranks, found = len(side.ranks), []
+    if side.rows is not None:
+        for rows in side.rows(side, rank):
+            whole, at = rows.place
+            if not torch.equal(whole[at].cpu(), rows.content):
+                found.append(f"rank {rank}, {rows.key}")
+        return found
     for number, (pool, model) in enumerate(zip(side.ranks[rank], side.models, strict=True)):
         for inner, layer, n, part, rows, window in _attention(pool, model, number, rank, ranks):
             asked, layer = (pool, layer) if hasattr(pool, "get_key_buffer") else (inner, n)

@@ -45,6 +45,60 @@ class Standins:
         )  # fmt: skip
         return standins.HybridLinearKVPool(full, ids, mamba)
 
+    def hybrid_of(self, full: Any, ids: list[int], mamba: Any) -> Any:
+        return standins.HybridLinearKVPool(full, ids, mamba)
+
+    def mamba(
+        self, layers: Any, conv: tuple[int, int], temporal: tuple[int, int, int], groups: list[int] | None, ple: bool = False
+    ) -> Any:  # fmt: skip
+        """States of a rank: a convolution, a matrix, and perhaps what embeddings per layer keep."""
+        made = standins.MambaPool(
+            size=SLOT + 4, mamba_layer_ids=list(layers), conv=conv, temporal=temporal, groups=groups, device=self.device
+        )
+        if ple:
+            made._slot_siblings = (
+                standins.ShortConvPool(SLOT + 4, self.device),
+                standins.NGramPool(SLOT + 4, self.device),
+            )
+        return made
+
+    def streams(self, layers: Any, shapes: list[tuple[int, int]]) -> Any:
+        """States of several convolutions, [input, channel] each."""
+        made = self.mamba(layers, shapes[0], (0, 0, 0), None)
+        made.mamba_cache.conv = [
+            standins.zeros((len(layers), SLOT + 5, *shape), torch.bfloat16, self.device) for shape in shapes
+        ]
+        return made
+
+    def minimax(self, **given: Any) -> Any:
+        return standins.MiniMaxSparseKVPool(device=self.device, **given)
+
+    def mxfp8(self, **given: Any) -> Any:
+        return standins.MHATokenToKVPoolMXFP8(device=self.device, **given)
+
+    def swa_mxfp8(self, **given: Any) -> Any:
+        return standins.SWAKVPool(
+            device=self.device, token_to_kv_pool_class=standins.MHATokenToKVPoolMXFP8, dtype=FP8, **given
+        )
+
+    def fp4(self, **given: Any) -> Any:
+        return standins.MHATokenToKVPoolFP4(device=self.device, **given)
+
+    def mla_fp4(self, **given: Any) -> Any:
+        return standins.MLATokenToKVPoolFP4(device=self.device, **given)
+
+    def v4(self, *given: Any) -> Any:
+        return standins.DeepSeekV4TokenToKVPool(*given, device=self.device)
+
+    def qsa(
+        self, *, full_attention_layer_ids: list[int], mamba_pool: Any, qsa_index_kv_heads: int, qsa_index_head_dim: int,
+        qsa_compress_ratio: int, num_request_slots: int, **given: Any,
+    ) -> Any:  # fmt: skip
+        full = self.mha(layer_num=len(full_attention_layer_ids), **given)
+        return standins.QSATokenToKVPool(
+            full, full_attention_layer_ids, mamba_pool, qsa_compress_ratio, qsa_index_head_dim, num_request_slots
+        )
+
     def shape(self, model: Model, ranks: int) -> Any:
         """The shapes that SGLang's configs make of the states of a rank."""
         channels, heads = sum(max(1, n // ranks) for n in model.conv[0]), model.matrix

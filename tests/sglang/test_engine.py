@@ -1,5 +1,6 @@
 """SGLang's pools, stated from its own objects: what is stated, what is compared, and what is refused by its name."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from kvproto import LocalError, Options
 from kvproto.wire.enums import FactRule
 from kvproto_sglang.engine import Engine, Layout, Opened, open_pool, scales_of
+from kvproto_sglang.pools.classes import KINDS as STATED
+from kvproto_sglang.pools.refusals import REFUSED as CLASSES
 from kvproto_sglang.settings import Settings
+from tests.sglang.families import FAMILIES
 from tests.sglang.handover import model_of, server_of
 from tests.sglang.kinds import KINDS, Standins, side
 from tests.sglang.standins import MambaPool, MHATokenToKVPool, buffers
@@ -45,6 +49,15 @@ def of_kind(kind: str, spoil: Any = None, **more: Any) -> Engine:
     return engine(*made.ranks[0], **{"models": made.configs, "states": made.states} | more)
 
 
+def of_family(family: str, spoil: Any = None, **more: Any) -> Engine:
+    """The same of a family."""
+    made = FAMILIES[family].side(64, 1, Standins())
+    if spoil is not None:
+        spoil(made.ranks[0][0])
+    slots = made.slots_of[0] if made.slots_of else ()
+    return engine(*made.ranks[0], **{"models": made.configs, "states": made.states, "slots": slots} | more)
+
+
 def facts(made: Opened) -> dict[str, str]:
     return {fact.name: fact.value for fact in made.pool.geometry.facts}
 
@@ -64,6 +77,21 @@ def test_a_draft_is_a_model_of_its_own() -> None:
     made = opened(engine(mha(), mha(), entries=4))
     assert {group.name: group.model for group in made.pool.geometry.groups} == {"kv": 0, "draft": 1}
     assert facts(made)["weights.draft"] == "nobody/draft@main"
+
+
+def test_each_layer_of_an_mtp_is_a_model_of_its_own() -> None:
+    made = opened(engine(mha(), mha(), mha(), entries=4, scales=({}, {}, {})))
+    assert {group.name: group.model for group in made.pool.geometry.groups} == {"kv": 0, "draft": 1, "draft2": 2}
+    assert {"weights.draft", "weights.draft2"} < facts(made).keys()
+
+
+def test_a_model_may_have_more_caches_than_layers() -> None:
+    """As LongCat, which has two in each."""
+    model = model_of(HEADS, 1)
+    with pytest.raises(LocalError, match="below depth 1"):
+        opened(engine(mha(), models=(model,)))
+    model.num_attention_layers = 2
+    assert opened(engine(mha(), models=(model,))).pool.geometry.groups[0].name == "kv"
 
 
 def test_the_weights_of_a_draft_that_may_start_cold_are_not_insisted_on() -> None:
@@ -100,6 +128,16 @@ def test_layers_that_share_an_index_have_none() -> None:
     assert owns[groups["kv index"]] == [0, 2]
 
 
+_SMALL: Any = {
+    "size": 128,
+    "page_size": 16,
+    "dtype": torch.bfloat16,
+    "head_num": HEADS,
+    "head_dim": DIM,
+    "layer_num": 2,
+}
+
+
 def _set(name: str, value: Any) -> Any:
     return lambda pool: setattr(pool, name, value)
 
@@ -109,11 +147,38 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a state that no pool has": (lambda: engine(mha(), states=["mamba"]), "mamba"),
     "a state that SGLang does not name": (lambda: of_kind("Mamba 2", states=()), "mamba"),
     "the ring of a kpool": (lambda: of_kind("sparse MLA", states=["dsa", "dsa_tail"]), "dsa_tail"),
+    "rings with drafts of a kpool": (lambda: of_family("GLM-5-Next", _set("tail_extra_slots", 4)), "tail_extra_slots"),
+    "index values of MiniMax": (lambda: of_family("MiniMax-M3", _set("index_kv_pool", 1)), "keys of an indexer alone"),
+    "pages of 128 in MXFP8": (lambda: of_family("MXFP8", _set("mxfp8_sf_interleaved", True)), "pages of 128"),
+    "rings of DeepSeek V4": (lambda: of_family("DeepSeek V4", _set("unified_kv_pool", 1)), "DeepSeekV4UnifiedKVPool"),
+    "windows of a request of DeepSeek V4": (lambda: of_family("DeepSeek V4", _set("request_window", 1)), "rings of a request"),
+    "a draft of DSpark": (lambda: of_family("DeepSeek V4", _set("swa_valid_from", 1)), "DSpark"),
+    "sums of a compressor": (
+        lambda: of_family("DeepSeek V4", lambda pool: setattr(pool.compress_state_pools[2], "online", True)), "sums of what came",
+    ),
+    "rings with drafts of DeepSeek V4": (
+        lambda: of_family("DeepSeek V4", lambda pool: setattr(pool.compress_state_pools[2], "ring_size", 200)), "200, as with drafts",
+    ),
+    "another row of DeepSeek V4": (
+        lambda: of_family("DeepSeek V4", lambda pool: setattr(pool.swa_kv_pool.kv_layout.encoding, "value", "v5")), "v5",
+    ),
+    "another order of an index of DeepSeek V4": (
+        lambda: of_family("DeepSeek V4", lambda pool: setattr(pool.index_pools[4], "index_k_page8", True)), "another order",
+    ),
+    "what a row of a request holds": (
+        lambda: of_family("DeepSeek V4", states=("swa", "c128_state", "request_row")), "request_row: from which position",
+    ),
+    "convolutions that ranks share": (
+        lambda: of_family("Inkling", models=(model_of(HEADS, 5, local_layer_ids=[0, 2], hidden_size=48),)), "48 channels each",
+    ),
+    "an element of a key": (
+        lambda: of_family("MiniMax-M3", lambda pool: setattr(pool.index_k_pool, "dtype", torch.float64)), "float64",
+    ),
     "two windows": (lambda: of_kind("sliding windows", states=["swa", "swa"]), "swa, swa"),
     "a draft without a pool": (lambda: engine(mha(), entries=4), "0 buffers"),
     "a draft of other buffers": (lambda: engine(mha(), mha(), entries=2), "2 buffers of one"),
     "a draft of another class": (
-        lambda: engine(mha(), side("sliding windows", 16, 1).ranks[0][0], entries=4), "SWAKVPool",
+        lambda: engine(mha(), FAMILIES["MiniMax-M3"].side(16, 1, Standins()).ranks[0][0], entries=4), "MiniMaxSparseKVPool",
     ),
     "a draft of other pages": (lambda: engine(mha(16), mha(32), entries=4), "pages of .32"),
     "an element type": (lambda: engine(mha(dtype=torch.float64)), "kv_cache_dtype"),
@@ -126,10 +191,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "heads of another number": (lambda: engine(mha(heads=3)), "3 on a rank"),
     "heads that ranks do not divide": (lambda: engine(mha(heads=1), models=(model_of(3),)), "1 on a rank"),
     "windows in rows of requests": (lambda: of_kind("sliding windows", _set("swa_req_ring_size", 128)), "rows of a request"),
-    "an index of several tokens": (lambda: of_kind("sparse MLA", _set("index_kpool", 4)), "4 tokens to a key"),
+    "an index of several tokens in other pages": (lambda: of_kind("sparse MLA", _set("index_kpool", 4)), "pages of 16 keys"),
+    "a draft with windows of its own": (
+        lambda: engine(mha(), side("sliding windows", 16, 1).ranks[0][0], entries=4), "expected swa, got none",
+    ),
     "a row of other sizes": (lambda: of_kind("sparse MLA in FP8", _set("qk_rope_head_dim", 32)), "kv_cache_dim"),
     "other states beside": (
-        lambda: of_kind("Mamba 2", lambda pool: setattr(pool.mamba_pool, "_slot_siblings", [1])), "other states",
+        lambda: of_kind("Mamba 2", lambda pool: setattr(pool.mamba_pool, "_slot_siblings", [1])), "embeddings per layer in a slot, got int",
     ),
     "states of another class": (
         lambda: of_kind("Mamba 2", lambda pool: setattr(pool, "mamba_pool", SimpleNamespace())), "SimpleNamespace",
@@ -154,6 +222,26 @@ def test_what_is_not_stated_is_refused_by_name(what: str) -> None:
     make, says = REFUSED[what]
     with pytest.raises(LocalError, match=says):
         opened(make())
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_each_class_that_is_not_stated_is_refused_with_what_it_holds(name: str) -> None:
+    assert name not in STATED
+    with pytest.raises(LocalError, match=re.escape(f"{name}: {CLASSES[name]}")):
+        opened(engine(type(name, (MHATokenToKVPool,), {})(**_SMALL)))
+
+
+def test_a_class_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(LocalError, match="Tomorrow: not here"):
+        opened(engine(type("Tomorrow", (MHATokenToKVPool,), {})(**_SMALL)))
+
+
+def test_pools_whose_tokens_are_not_dealt_are_refused_with_context_parallel() -> None:
+    given = of_kind("sliding windows")
+    with pytest.raises(LocalError, match="SWAKVPool"):
+        opened(given, Layout(tp=2, dcp=2))
+    with pytest.raises(LocalError, match="a latent, where ranks deal"):
+        opened(engine(mha(), mha(32), entries=4), Layout(tp=2, dcp=2))
 
 
 def test_sizes_that_have_to_be_one_are_refused_by_name() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvproto_sglang.stated import HOLE, PADDING, Table
+from kvproto_sglang.pools.stated import HOLE, PADDING, Table
 
 PAGES = Table(16)
 WINDOW = Table(16, component=0)
@@ -40,3 +40,40 @@ def test_a_state_that_sglang_does_not_name_is_an_error() -> None:
 
 def test_nothing_is_fetched_into_no_page() -> None:
     assert PAGES.nothing(40) == [HOLE, HOLE, PADDING]
+
+
+RINGS = Table(4, component=0, ring=8, within=16)
+"""A ring of eight rows in each page of a window of pages of 16 tokens."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first", "found"),
+    [
+        (3, 0, [14]),  # the first page of four
+        (4, 0, [14]),
+        (6, 0, [14, 15]),
+        (16, 12, [15]),
+        (18, 12, [15, 18]),  # over the border of two pages
+        (21, 16, [18, 19]),
+    ],
+)
+def test_the_last_two_pages_of_rings_are_live(tokens: int, first: int, found: list[int]) -> None:
+    states = [np.array([7, 9][: -(-tokens // 16)])]
+    assert (RINGS.of([1, 2], states, tokens), RINGS.first(states, tokens)) == ([HOLE] * (first // 4) + found, first)
+
+
+def test_what_decode_has_is_not_looked_for_in_rings_that_are_not_named() -> None:
+    assert RINGS.of([1, 2], [np.array([9])], 18) == [HOLE] * 4 + [18]
+
+
+def test_nothing_is_pending_at_the_end_of_a_row() -> None:
+    ring = Table(4, component=0)
+    assert (ring.of([1], [np.array([], np.int32)], 8), ring.first([np.array([], np.int32)], 8)) == ([HOLE, HOLE], 8)
+
+
+def test_only_the_first_number_names_a_row_of_a_request() -> None:
+    assert Table(4, component=0, most=1).of([1], [[5, 0, 3, 0, 0, 4]], 7) == [HOLE, 5]
+
+
+def test_a_page_holds_several_of_another_table() -> None:
+    assert Table(16, split=4).of([HOLE, 3], None, 100) == [HOLE] * 4 + [12, 13, 14]

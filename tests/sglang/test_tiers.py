@@ -12,7 +12,7 @@ from kvproto import LocalError, Parallel, Pool, lay_out
 from kvproto.tiers import Chain, StoredPages
 from kvproto.tiers.page_ids import namespace
 from kvproto_engines.memory import ShareableMemory
-from kvproto_sglang.stated import Owner
+from kvproto_sglang.pools.stated import Owner
 from kvproto_sglang.tiers.host_pools import state_host
 from kvproto_sglang.tiers.keys import Keys, PageKeys
 

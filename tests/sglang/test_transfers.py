@@ -10,10 +10,10 @@ import pytest
 import kvproto_sglang
 from kvproto import Prompt, Sink, Source, Ticket
 from kvproto_engines.told import stop_unwanted
+from kvproto_sglang.pools.stated import Table
 from kvproto_sglang.receiving import Receiving
 from kvproto_sglang.sending import Sending
 from kvproto_sglang.state import State
-from kvproto_sglang.stated import Table
 from kvproto_sglang.tickets import ticket_of
 from tests.door.doors import PAGE, PROMPT, STEPPED, filled, rows
 

@@ -15,7 +15,7 @@ import numpy as np
 CORRUPT = 1 << 62
 """Bit of a room whose first page is changed after it has arrived."""
 CORRUPT_STATE = 1 << 61
-"""Bit of a room whose state is changed after it has arrived."""
+"""Bit of a room whose state, or last page of a window, is changed after it has arrived."""
 RATES = "KVPROTO_BENCH_RATES"
 """Of the environment: a file for the pages that HiCache reads and writes, and the seconds that its threads wait."""
 _LARGE = 0x40
@@ -70,7 +70,9 @@ def _fetched(
 ) -> Any:  # fmt: skip
     wrong = {"kv": int(pages[0])} if receiver._room & CORRUPT and len(pages) else {}
     if receiver._room & CORRUPT_STATE:
-        wrong |= {name: each.of((), states, 0)[0] for name, each in receiver.kv_mgr.opened.tables.items() if each.slot}
+        tables = receiver.kv_mgr.opened.tables.items()
+        named = {name: states[each.component] for name, each in tables if each.component is not None}
+        wrong |= {name: int(np.concatenate([np.ravel(each) for each in found])[-1]) for name, found in named.items()}
     receiver.wrong = wrong
     return original(receiver, pages, row, states, **named)
 

@@ -1,6 +1,6 @@
 """Cases that an SGLang on the CPU cannot run, by the kernel that it lacks: `ENGINE/python -m tools.engines.sglang_cannot FOLDER`.
 
-The back end refuses what these would bring, and docs/sglang-reference.md says that none was tried.
+That of EAGLE was never run by an engine; states are, with kernels in plain torch (sglang_states.py).
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def main() -> int:
     served = {"model_path": "target", "revision": None, "quantization": None, "load_format": "auto"}
     draft = {"path": "draft", "revision": None, "quantization": None}
     served |= {f"speculative_draft_model_{name}": value for name, value in draft.items()}
-    sizes = dict.fromkeys((*ONES, "attn_tp_size"), 1) | {"attn_tp_rank": 0}
+    sizes = dict.fromkeys((*ONES, "attn_dcp_size", "attn_tp_size"), 1) | {"attn_tp_rank": 0}
     common.HostTensorAllocator.allocate = shared
     module: Any = storage
     module.get_server_args = lambda: SimpleNamespace(**served)

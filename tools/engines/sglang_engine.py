@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -44,6 +45,13 @@ DEADLINE = 120
 """Seconds of a ticket."""
 PATIENT = {"ticket_wait": 20}
 """Options of kvproto: a fetch whose prompt never comes is given up sooner than an engine would, which is three times this."""
+STATEFUL = ("convolutions", "deltas", "qwen35", "granite", "falcon-h1", "falcon-mamba")
+"""Models with states."""
+_OVERRIDDEN: dict[str, dict[str, Any]] = {
+    "mla": {"moe_layer_freq": 1}, "deltas": {"full_attention_interval": 2}, "qwen35": {"full_attention_interval": 2},
+    "falcon-mamba": {"num_attention_heads": 4, "num_key_value_heads": 4},
+}  # fmt: skip
+"""Fields that SGLang reads of models, and that later releases of transformers write in another way."""
 MOST = 16
 """Tokens of an answer."""
 
@@ -116,13 +124,17 @@ class Alone:
         return self._known[key]
 
     def _run(self, tokens: list[int]) -> tuple[list[int], list[float]]:
-        made, values, past, given = [], [], None, [tokens]
+        made: list[int] = []
+        values: list[float] = []
+        past: dict[str, Any] = {}
+        given = [tokens]
         for _ in range(MOST):
-            out = self._model(input_ids=self._torch.tensor(given), past_key_values=past, use_cache=True)
+            out = self._model(input_ids=self._torch.tensor(given), use_cache=True, **past)
             best = out.logits[0, -1].log_softmax(-1).max(-1)
             made.append(int(best.indices))
             values.append(float(best.values))
-            past, given = out.past_key_values, [made[-1:]]
+            kept = "past_key_values" if hasattr(out, "past_key_values") else "cache_params"
+            past, given = {kept: out[kept]}, [made[-1:]]
         return made, values
 
 
@@ -144,10 +156,10 @@ def settings_of(models: Path, model: str) -> dict[str, Any]:
     from tools.engines.vllm_models import make
 
     found: dict[str, Any] = {"model_path": str(make(models, model))}
-    if model == "convolutions":  # prefixes of states are found again by kernels of a GPU
+    if model in STATEFUL:  # prefixes of states are found again by kernels of a GPU
         found |= {"disable_radix_cache": True, "max_mamba_cache_size": 64, "mem_fraction_static": 0.9}
-    if model == "mla":  # later releases of transformers write its config without this
-        found["json_model_override_args"] = '{"moe_layer_freq": 1}'
+    if model in _OVERRIDDEN:
+        found["json_model_override_args"] = json.dumps(_OVERRIDDEN[model])
     return found
 
 

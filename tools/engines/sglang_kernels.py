@@ -6,23 +6,29 @@ A plug-in of the tests (`sglang_bench`) calls `supply` in each process of SGLang
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_ABSENT = ("fused_sigmoid_gating_delta_rule_update_cpu", "fused_gdn_gating_cpu")
-"""Operators that modules for states look up when they are imported, and that short convolutions do not use."""
+from tools.engines import sglang_states
 
 
 def supply() -> None:
-    """Put these in place of kernels; those of delta nets are names alone."""
-    for name in _ABSENT:
-        if not hasattr(torch.ops.sgl_kernel, name):
-            torch.library.define(f"sgl_kernel::{name}", "(Tensor x) -> Tensor")
+    """Put these in place of kernels."""
+    sglang_states.supply(causal, step)
     from sglang.srt.layers.attention.mamba import causal_conv1d
 
     causal_conv1d._causal_conv1d_fn_triton = causal
     causal_conv1d._causal_conv1d_update_triton = step
+    from sglang.kernels.ops.kvcache import cache_move
+
+    cache_move.copy_all_layer_kv_cache_cpu = rows_of_all
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(TorchNativeAttnBackend, name, _translated(getattr(TorchNativeAttnBackend, name)))
     from sglang.srt.mem_cache.pool_host import common, mha, mla
 
     common._cuda_host_register = _unpinned
@@ -30,6 +36,29 @@ def supply() -> None:
         module.transfer_kv_direct = tokens_of_layers
         module.transfer_kv_per_layer_direct_pf_lf = layer_of_pages
         module.transfer_kv_all_layer_direct_lf_pf = layers_to_pages
+
+
+def rows_of_all(data_ptrs: Any, strides: Any, tgt_loc: Any, src_loc: Any) -> None:
+    """Move rows of all buffers at these addresses: all are read before one is written."""
+    for place, size in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
+        rows = [ctypes.string_at(place + int(slot) * size, size) for slot in src_loc]
+        for slot, row in zip(tgt_loc.tolist(), rows, strict=True):
+            ctypes.memmove(place + slot * size, row, size)
+
+
+def _translated(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention of layers with a window looks for their rows where they are: in the slots of their own pool."""
+
+    def call(
+        backend: Any, query: Any, output: Any, k_cache: Any, v_cache: Any, table: Any, *args: Any, **named: Any
+    ) -> Any:
+        pool = backend.token_to_kv_pool
+        window = getattr(pool, "swa_kv_pool", None)
+        if window is not None and k_cache.data_ptr() in [each.data_ptr() for each in window.k_buffer]:
+            table = pool.translate_loc_from_full_to_swa(table.long())
+        return original(backend, query, output, k_cache, v_cache, table, *args, **named)
+
+    return call
 
 
 def _unpinned(*args: Any, **named: Any) -> None:

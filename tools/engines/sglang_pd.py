@@ -76,11 +76,11 @@ def one_bit(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
 
 
 def one_state_bit(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
-    """A bit of a state that arrived is flipped, and no page: other tokens."""
+    """A bit of a state, or of the last page of a window, that arrived is flipped: other tokens."""
     (prompt,) = prompts(1, 100, 101, 1)
     tokens, wanted = over(one, two, prompt, room() | CORRUPT_STATE)[0], alone.run(prompt)[0]
     if tokens == wanted:
-        yield f"the same tokens, {tokens}: the state was not used"
+        yield f"the same tokens, {tokens}: the state, or the window, was not used"
 
 
 def one_after_the_other(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
@@ -214,6 +214,8 @@ _LORA = {
     "lora_target_modules": ["q_proj", "k_proj", "v_proj"],
 }
 Case = Callable[[Alone, Engine, Engine], Iterator[str]]
+CHUNKS = {"page_size": 64, "chunked_prefill_size": 128}
+ALL: list[Case] = [same_tokens, one_bit, one_state_bit, still_there]
 MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] = {
     "llama": [
         (
@@ -279,6 +281,48 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
             {"page_size": 16, "tp_size": 2},
             {"page_size": 64},
             [same_tokens, one_bit, one_state_bit, still_there],
+        ),
+    ],
+    "gemma3": [
+        (
+            "Gemma 3, windows in pages of all tokens, page 64 to page 1",
+            {"page_size": 64},
+            {"page_size": 1},
+            [same_tokens, one_bit, still_there],
+        ),
+    ],
+    "laguna": [
+        ("Laguna, sliding windows, page 64 in chunks to page 16", CHUNKS, {"page_size": 16}, ALL),
+        ("Laguna, sliding windows, TP 2, page 16, to page 64", {"page_size": 16, "tp_size": 2}, {"page_size": 64}, ALL),
+    ],
+    "deltas": [
+        ("Qwen3-Next, gated delta nets, page 64 in chunks to page 16", CHUNKS, {"page_size": 16}, ALL),
+        (
+            "Qwen3-Next, gated delta nets, TP 2, page 16, to page 64",
+            {"page_size": 16, "tp_size": 2},
+            {"page_size": 64},
+            ALL,
+        ),
+    ],
+    "qwen35": [("Qwen3.5, page 64 in chunks to page 16", CHUNKS, {"page_size": 16}, ALL)],
+    "granite": [
+        ("Granite 4, Mamba 2, page 64 in chunks to page 16", CHUNKS, {"page_size": 16}, ALL),
+    ],
+    "falcon-h1": [
+        ("Falcon-H1, Mamba 2 beside attention, page 64 in chunks to page 16", CHUNKS, {"page_size": 16}, ALL)
+    ],
+    "falcon-mamba": [
+        (
+            "Falcon-Mamba, Mamba 1, page 64 in chunks to page 16",
+            CHUNKS,
+            {"page_size": 16},
+            [same_tokens, one_state_bit, still_there],
+        ),
+        (
+            "Falcon-Mamba, Mamba 1, TP 2 to TP 1",
+            {"page_size": 16, "tp_size": 2},
+            {"page_size": 16},
+            [same_tokens, one_state_bit, still_there],
         ),
     ],
     "mla": [

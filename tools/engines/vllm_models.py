@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvproto_reference.adapters import draw_adapter
+from tools.engines.sglang_models import MAKERS
 
 _HEADS = {"llama": (4, 2), "llama of others": (4, 2), "window": (4, 2), "llama4": (4, 4), "llama6": (6, 6)}
 """Of models like Llama: heads, and heads of K and V."""
@@ -354,6 +355,7 @@ def _written(name: str, path: Path, shared: dict[str, Any]) -> None:
 _HYBRIDS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
     "states": _states, "deltas": _deltas, "convolutions": _convolutions, "selective": _selective, "chunks": _chunks,
     **{name: partial(_written, name) for name in _OF_TRANSFORMERS},
+    **MAKERS,
 }  # fmt: skip
 """Models with layers of other kinds beside those of attention to all tokens, or of other sizes."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvproto import Cache
 from kvproto_engines.elements import FLOATS
-from kvproto_sglang.stated import Owner, Stated, Table, refused
+from kvproto_sglang.pools.stated import Owner, Stated, Table, refused
 
 __all__ = ["HOST_POOLS", "state_host"]
 

@@ -16,8 +16,8 @@ from kvproto.tiers import Chain, StoredPages
 from kvproto_engines.settings import refuse
 from kvproto_engines.tiers import ONLY_TOKENS, Tiered, names_of, read
 from kvproto_sglang.conn import ONES
-from kvproto_sglang.engine import TITLES, Layout, facts
-from kvproto_sglang.stated import Owner, refused
+from kvproto_sglang.engine import Layout, facts, title_of
+from kvproto_sglang.pools.stated import Owner, refused
 from kvproto_sglang.tiers.host_pools import state_host
 from kvproto_sglang.tiers.keys import KEYS, PageKeys
 
@@ -63,7 +63,7 @@ class KvprotoTiers(base.HiCacheStorage):
     def on_host_pools_registered(self) -> None:
         """All pools are known: open storage. Raises LocalError for what cannot be stated, and OSError."""
         server, parallel = get_server_args(), get_parallel()
-        for name, size in ((name, getattr(parallel, name)) for name in ONES):
+        for name, size in ((name, getattr(parallel, name)) for name in (*ONES, "attn_dcp_size")):
             if size != 1:
                 raise refused(name, "1", str(size))
         layout = Layout(parallel.attn_tp_size, parallel.attn_tp_rank)
@@ -71,7 +71,7 @@ class KvprotoTiers(base.HiCacheStorage):
         if server.speculative_draft_model_path:
             draft = {"model_path": server.speculative_draft_model_path, "is_draft_model": True}
             models.append(ModelConfig.from_server_args(server, **draft))
-        owners = [Owner(n, TITLES[n], model, layout.tp) for n, model in enumerate(models)]
+        owners = [Owner(n, title_of(n), model, layout.tp) for n, model in enumerate(models)]
         stated = state_host(self._pools[_KV], owners[0], *owners[1:])
         if _DRAFT in self._pools:
             if len(owners) < 2:
@@ -79,7 +79,7 @@ class KvprotoTiers(base.HiCacheStorage):
             stated += state_host(self._pools[_DRAFT], attrs.evolve(owners[1], ids=None))
         named: dict[str, str] = {}
         for n in range(len(models)):
-            named |= facts(n, models, server, self._settings.weights, ({}, {}), stated)
+            named |= facts(n, models[n], server, self._settings.weights, {}, stated)
         geometry = lay_out([each.cache for each in stated], Parallel(tp=layout.tp), 0, named)
         tensors = {each.cache.group.name: each.tensors for each in stated}
         axes = {each.cache.group.name: each.axes for each in stated}
