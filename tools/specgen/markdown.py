@@ -297,6 +297,15 @@ def parts(facts: Facts) -> str:
     return "\n".join(out)
 
 
+def conversions(facts: Facts) -> str:
+    """Conversions between two forms of a part."""
+    out = ["| conversion | wide form | narrow form | scales of the narrow form |", "|---|---|---|---|"]
+    where = {"stated": "`x_scales`", "part": "a part of F32"}
+    return "\n".join(
+        [*out, *(f"| `{n}` | {r['wide']} | {r['narrow']} | {where[r['scales']]}: {r['doc']} |" for n, r in facts["conversion"].items())]
+    )
+
+
 def part_groups(facts: Facts) -> str:
     """Groups of the field, by their parts."""
     out = ["| group | items | parts | perhaps | meaning | also called |", "|---|---|---|---|---|---|"]
@@ -403,6 +412,7 @@ PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
     "../rationale/choices.md": {"decisions": decisions},
     "../versions.md": {"candidates": candidates},
     "clauses.md": {"clauses": index, "exemptions": exempt},
+    "conversion.md": {"conversions": conversions},
     "example-register.md": {"dump": dump},
     "messages.md": {"messages": messages},
     "messages-extensions.md": {"features": features, "extension-messages": extension_messages},

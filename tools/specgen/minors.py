@@ -13,7 +13,7 @@ from typing import Any
 
 from tools.specgen import forms
 from tools.specgen import vectors as codec
-from tools.specgen.registry import Facts, number
+from tools.specgen.registry import Facts, number, of_core
 
 Case = dict[str, Any]
 _CASES = '"cases": [\n'
@@ -54,8 +54,9 @@ def at(facts: Facts, minor: int) -> Facts:
 
 
 def _made(facts: Facts) -> dict[Path, str]:
-    boundary = codec.vectors(facts)
-    return boundary | forms.forms(facts, boundary)
+    core = of_core(facts)
+    boundary = codec.vectors(core)
+    return boundary | forms.forms(core, boundary)
 
 
 def _grown(held: list[Case] | None, rows: list[Case], since: str) -> list[Case]:
