@@ -33,7 +33,7 @@ REFUSED = 3
 """The exit status if two Descriptions do not fit."""
 _MOST_TOKENS = 1 << 24
 _LETTERS = "TDEFGHIJ"
-_FEATURES = (Feature.SPREAD_ONE, Feature.FEW_SOURCES, Feature.COLD_DRAFT)
+_FEATURES = (Feature.SPREAD_ONE, Feature.FEW_SOURCES, Feature.COLD_DRAFT, Feature.CONVERT)
 
 
 def _tokens(text: str) -> int:
@@ -51,6 +51,7 @@ _SWITCHES = {
     "--spread-one": "feature SPREAD_ONE: read replicated bytes from the lowest rank",
     "--few-sources": "feature FEW_SOURCES: await few of the ranks that have the same bytes",
     "--cold-draft": "feature COLD_DRAFT: let a draft that prefill lacks start cold",
+    "--convert": "feature CONVERT: convert parts of which both Descriptions state the conversion",
 }
 _ORDER: dict[str, Any] = {"choices": ("NHD", "HND"), "default": "NHD", "help": "order within a page (default NHD)"}
 _PLAN_OPTIONS: dict[str, dict[str, Any]] = {

@@ -9,12 +9,14 @@ from itertools import accumulate, pairwise
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
+import numpy as np
 
 from kvproto.errors import LocalError, bad, check_type, check_whole
 from kvproto.planning import geometry as g
 from kvproto.planning.axes import TOKENS
 from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import KINDS
+from kvproto.planning.parts import CONVERSIONS, SCALES
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
 BITS: dict[int, int] = {
@@ -147,6 +149,27 @@ class Cache:
             self._check_paged(f"over.{name}")
         dealt = True if deals_it and self.dealt is None and KINDS[self.group.kind].paged else self.dealt
         return attrs.evolve(self, own=own, copies=copies, dealt=dealt)
+
+    def converts(self, *names: str, scales: Mapping[str, float | Sequence[float]] | None = None) -> Cache:
+        """The same cache, for peers that have it in the other form of one of these conversions (feature CONVERT).
+
+        `names` are those of spec/v1/conversion.md: "e4m3_block" if scales are parts of the FP8 cache (`scale_block`),
+        or "e4m3_tensor", whose FP8 cache states them: `scales` has, by part, one for all layers, or one for each layer
+        id from 0 on. Raises LocalError(OUT_OF_RANGE) for names or parts that there are not.
+        """
+        for name in names:
+            if name not in CONVERSIONS:
+                raise bad("Cache.converts", ", ".join(CONVERSIONS), repr(name))
+        stated = dict(scales or {})
+        if unknown := stated.keys() - {part.name for part in self.group.parts}:
+            raise bad("Cache.converts", ", ".join(part.name for part in self.group.parts), repr(min(unknown)))
+        parts = [
+            part
+            if part.dtype not in _FORMS or part.name in SCALES
+            else attrs.evolve(part, x_conversions=names, x_scales=_scale_bits(stated.get(part.name)))
+            for part in self.group.parts
+        ]
+        return attrs.evolve(self, group=attrs.evolve(self.group, parts=tuple(parts)))
 
     def replicated(self) -> Cache:
         """The same cache with every token on each context-parallel rank, for the heads of its TP rank."""
@@ -486,6 +509,13 @@ class Cache:
             raise bad("blocks", ", ".join(p.name for p in parts), min(unknown))
         divided = tuple(tuple(by_part.get(p.name, (Block(p.lanes),))) for p in parts)
         return cls(Group(id=0, name=name, parts=parts, **numbers), ids_of(layers), divided)
+
+
+_FORMS = {dtype for wide, narrow, _ in CONVERSIONS.values() for dtype in (wide, narrow)}
+
+
+def _scale_bits(scales: float | Sequence[float] | None) -> Any:
+    return None if scales is None else np.atleast_1d(np.asarray(scales, np.float32)).view(np.uint32)
 
 
 def bytes_of(dtype: DType, elements: int, path: str = "elements") -> int:

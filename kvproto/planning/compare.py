@@ -13,7 +13,7 @@ from kvproto.planning.cache import BITS
 from kvproto.planning.deals import deal_text, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import KINDS
-from kvproto.planning.parts import ALIASES, SCALES, SHARE_OF
+from kvproto.planning.parts import ALIASES, CONVERSIONS, SCALES, SHARE_OF
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 
 COMPARED = ("weights.target", "tokenizer", "rope.target", "kv_scales.target")
@@ -142,7 +142,7 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
     ):
         same = a.lanes * sizes[0] == b.lanes * sizes[1] if code == ErrorCode.LANE_MISMATCH else mine == yours
         if not same:
-            raise PlanError(code, where, mine, yours, "make the two sides equal")
+            raise PlanError(code, where, mine, yours, _advice(code, a, b))
     if max(sizes) % min(sizes):
         mine, yours = map(str, sizes)
         raise PlanError(ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", mine, yours, "use an integer multiple")
@@ -154,6 +154,13 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
         if deals[0] != deals[1] or not same_deal(src, dst):
             advice = "items of a group with an opaque part move whole: page and deal all its parts alike"
             raise PlanError(ErrorCode.LAYOUT_OPAQUE, f"{path}.rows", deals[0], deals[1], advice)
+
+
+def _advice(code: ErrorCode, a: Part, b: Part) -> str:
+    names = [name for name, row in CONVERSIONS.items() if {a.dtype, b.dtype} == {*row[:2]}]
+    if code != ErrorCode.DTYPE_MISMATCH or not names:
+        return "make the two sides equal"
+    return f"make the two sides equal, or state one conversion of both on both sides: {', '.join(names)} (Cache.converts)"
 
 
 def _extent(part: Part) -> str:

@@ -104,6 +104,10 @@ def map_peer(
     for transport in (by_code[code] for code in offered if code in by_code):
         mapping = None
         try:
+            if pair.nothing.operations.converts and Feature.CONVERT not in transport.capabilities.features:
+                mine, yours = "a transport that converts (SHM, INLINE)", transport.capabilities.code.name
+                advice = "offer one of these too, or keep the cache in one dtype on both sides"
+                raise RemoteError(ErrorCode.NO_TRANSPORT, "regions[0].handles", mine, yours, advice)
             connection = transport.connect(message.regions, named, writes, features)
             mapping = PeerMapping(message, described, transport, pair, connection)
             if own is not None:

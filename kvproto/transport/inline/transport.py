@@ -145,7 +145,7 @@ class InlineTransport(base.Transport):
 
     capabilities = base.Capabilities(
         code=TransportCode.INLINE,
-        features=(Feature.INLINE,),
+        features=(Feature.INLINE, Feature.CONVERT),
         reads=False,
         death_is_proof=True,
         batches=False,

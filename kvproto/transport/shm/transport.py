@@ -13,7 +13,7 @@ from kvproto.errors import KvprotoError
 from kvproto.transport import base
 from kvproto.transport.process import Watch
 from kvproto.transport.shm.memory import SharedMapping, SharedMemory, buffers, connect, owning_process
-from kvproto.wire.enums import Proof
+from kvproto.wire.enums import Feature, Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Region
 
@@ -55,7 +55,13 @@ class ShmTransport(base.Transport):
     """Runs copy programs between shared memory of one host; short ones are done when `start` returns."""
 
     capabilities = base.Capabilities(
-        code=TransportCode.SHM, reads=True, death_is_proof=True, batches=True, incremental=True, poll_interval=0.0
+        code=TransportCode.SHM,
+        features=(Feature.CONVERT,),
+        reads=True,
+        death_is_proof=True,
+        batches=True,
+        incremental=True,
+        poll_interval=0.0,
     )
 
     def expose(

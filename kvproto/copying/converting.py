@@ -1,0 +1,104 @@
+"""The formulas of conversions, over arrays of any shape [..., lane, byte] (spec/v1/conversion.md, KVP-CNV-EXACT)."""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.planning.conversion import Made
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+_GREATEST, _LEAST = np.float32(448), np.float32(2.0**-100)
+_NAN, _WIDE_NAN = 0x7F, 0x7FC0
+_KEPT = 256
+"""Tables of stated scales that are kept."""
+
+
+def convert(made: Made, data: Bytes, scales: Bytes | int, blocks: int) -> Bytes:
+    """Lanes [..., lane, byte] in their other form, or their scales.
+
+    `scales` are the bits of a stated scale, or the scales [..., lane, byte] that are read too; 0 if they are made. A lane
+    has scales of `blocks` blocks of equal length.
+    """
+    lanes = data.shape[:-1]
+    if isinstance(scales, int) and scales:
+        table = _to_narrow(scales) if made == Made.NARROW else _to_wide(scales)
+        values: npt.NDArray[Any] = table[data.view("<u2") if made == Made.NARROW else data]
+        return values.view(np.uint8)
+    if made == Made.WIDE:
+        assert not isinstance(scales, int)
+        of_blocks = np.ascontiguousarray(scales).view("<f4")[..., None]
+        codes = data.reshape(*lanes, blocks, -1)
+        return _bf16(_values()[codes] * of_blocks).view(np.uint8).reshape(*lanes, -1)
+    x = _floats(data.view("<u2")).reshape(*lanes, blocks, -1)
+    of_blocks = _scales(x)
+    if made == Made.SCALES:
+        return of_blocks[..., 0].view(np.uint8)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _codes(x / of_blocks).reshape(*lanes, -1)
+
+
+def _floats(bits: npt.NDArray[np.uint16]) -> Floats:
+    """The float32 of BF16."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _scales(x: Floats) -> Floats:
+    """Scales [..., 1] of blocks [..., element]."""
+    size = np.abs(x)
+    amax = size.max(-1, keepdims=True)
+    if not np.isfinite(amax).all():
+        amax = np.where(np.isfinite(size), size, np.float32(0)).max(-1, keepdims=True)
+    return np.maximum(amax, _LEAST) / _GREATEST
+
+
+def _codes(y: Floats) -> Bytes:
+    """F8E4M3 of float32, by the upper half of the bits; whether the lower half is zero decides ties alone."""
+    bits = np.ascontiguousarray(y).view(np.uint32)
+    return _nearest()[(bits >> 16) | ((bits & 0xFFFF) != 0)]
+
+
+@lru_cache(1)
+def _nearest() -> Bytes:
+    """The F8E4M3 nearest to the float32 of each upper half of bits [65536], ties to even."""
+    with np.errstate(invalid="ignore"):
+        y = np.abs(_floats(np.arange(1 << 16, dtype=np.uint16)).astype(np.float64))
+    finite = _values()[:_NAN].astype(np.float64)
+    middles = (finite[1:] + finite[:-1]) / 2
+    code = np.searchsorted(middles, y)  # the middles below y; a tie belongs to the even one of its neighbours
+    tie = y == middles[np.minimum(code, middles.size - 1)]
+    code += tie & (code % 2 == 1)
+    sign = np.arange(1 << 16) >> 8 & 0x80
+    return np.where(np.isnan(y), _NAN, code | sign).astype(np.uint8)
+
+
+@lru_cache(1)
+def _values() -> Floats:
+    """The value of each F8E4M3 [256]."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = np.where(exponent, np.ldexp(8 + mantissa, exponent - 10), np.ldexp(mantissa, -9))
+    values: Floats = np.where(code & 0x80, -size, size).astype(np.float32)
+    values[[_NAN, 0xFF]] = np.nan
+    return values
+
+
+def _bf16(y: Floats) -> npt.NDArray[np.uint16]:
+    bits = y.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(y), _WIDE_NAN, rounded).astype("<u2")
+
+
+@lru_cache(_KEPT)
+def _to_narrow(scale: int) -> Bytes:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _codes(_floats(np.arange(1 << 16, dtype=np.uint16)) / np.uint32(scale).view(np.float32))
+
+
+@lru_cache(_KEPT)
+def _to_wide(scale: int) -> npt.NDArray[np.uint16]:
+    with np.errstate(over="ignore"):
+        return _bf16(_values() * np.uint32(scale).view(np.float32))

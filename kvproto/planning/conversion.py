@@ -1,0 +1,180 @@
+"""Conversions between the two forms of a part, as Descriptions state them (spec/v1/conversion.md)."""
+
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+
+import attrs
+import numpy as np
+
+from kvproto.planning.arrays import IntArray
+from kvproto.planning.kinds import KINDS
+from kvproto.planning.parts import ALIASES, CONVERSIONS, SCALES
+from kvproto.wire.enums import DType
+from kvproto.wire.messages import Geometry, Group, LaneSpan, Owns, Part
+
+SIZE = {DType.BF16: 2, DType.F8E4M3: 1, DType.F32: 4}
+"""Bytes of an element of each dtype that conversions read or write."""
+
+
+class Made(IntEnum):
+    """The result of a conversion."""
+
+    NARROW = 1
+    SCALES = 2
+    WIDE = 3
+
+
+@attrs.frozen(eq=False)
+class Conversion:
+    """The source of the lanes of one part of the sink."""
+
+    made: Made
+    part: int
+    """Index of the part that is converted, in the source's group."""
+    scales: int | None
+    """Index of the part that scales it there, which is read too."""
+    blocks: int
+    """Scales of a lane; 0 if they are stated."""
+    stated: IntArray | None
+    """Scales of each layer, or of all, as bits of float32; None: they are in a part."""
+
+
+def conversion(src: Group, dst: Group, index: int) -> Conversion | None:
+    """The conversion that makes a part of the sink's group out of the source's; None if bytes move as they are."""
+    wanted, parts = dst.parts[index], {part.name: i for i, part in enumerate(src.parts)}
+    if wanted.name not in parts:
+        scaled = next(part for i, part in enumerate(dst.parts) if scales_of(dst, i) == index)
+        return Conversion(Made.SCALES, parts[scaled.name], None, wanted.lane_bytes // SIZE[DType.F32], None)
+    i = parts[wanted.name]
+    part = src.parts[i]
+    name = None if part.dtype == wanted.dtype else shared_name(part, wanted)
+    if name is None:
+        return None
+    widens = part.dtype != CONVERSIONS[name][0]
+    narrow, group, at = (part, src, i) if widens else (wanted, dst, index)
+    scales = scales_of(group, at) if CONVERSIONS[name][2] else None
+    blocks = 0 if scales is None else group.parts[scales].lane_bytes // SIZE[DType.F32]
+    stated = narrow.x_scales.astype(np.int64) if scales is None and narrow.x_scales is not None else None
+    return Conversion(Made.WIDE if widens else Made.NARROW, i, scales if widens else None, blocks, stated)
+
+
+def names_of(part: Part) -> list[str]:
+    """The conversions of the table that a part states."""
+    return [name for name in part.x_conversions or () if name in CONVERSIONS]
+
+
+def shared_name(a: Part, b: Part) -> str | None:
+    """The conversion between two parts of different dtypes that both state, if there is one."""
+    shared = (name for name in names_of(a) if name in names_of(b))
+    return next((name for name in shared if {a.dtype, b.dtype} == {*CONVERSIONS[name][:2]}), None)
+
+
+def scales_of(group: Group, index: int) -> int | None:
+    """The part of a group that by its registered name scales the part of that index."""
+    name = ALIASES.get(group.parts[index].name, group.parts[index].name)
+    return next((i for i, p in enumerate(group.parts) if SCALES.get(ALIASES.get(p.name, p.name)) == name), None)
+
+
+def flaws(group: Group) -> Iterator[tuple[str, str, str]]:
+    """What is wrong with what the parts of a group state: path, what it should be, and what came (KVP-CNV-STATED)."""
+    for j, part in enumerate(group.parts):
+        names, at = names_of(part), f"parts[{j}].x_"
+        narrow = [name for name in names if part.dtype == CONVERSIONS[name][1]]
+        if names and any(part.dtype not in CONVERSIONS[name][:2] for name in names):
+            yield f"{at}conversions", f"{CONVERSIONS[names[0]][:2]} of {names[0]}", f"dtype {part.dtype}"
+        plain = part.encoding is None and part.at is None and part.whole is None and KINDS[group.kind].has_memory
+        if names and not plain:
+            yield f"{at}conversions", "rows in memory, without encoding or sections", "another part"
+        scales = scales_of(group, j)
+        if names and not narrow and (part.lane_bytes % SIZE[DType.BF16] or scales is not None):
+            yield f"{at}conversions", "whole elements, without scales", f"{part.lane_bytes} bytes, scales {scales}"
+        if len(narrow) > 1:
+            yield f"{at}conversions", "one conversion to a narrow form", ", ".join(narrow)
+        in_part = bool(narrow) and CONVERSIONS[narrow[0]][2]
+        if in_part and not _fit(part, None if scales is None else group.parts[scales]):
+            mine = f"a part of F32 that scales {part.name}, with its lanes and a divisor of its {part.lane_bytes} elements"
+            yield f"{at}conversions", mine, "none" if scales is None else str(group.parts[scales])
+        if (part.x_scales is not None) != (bool(narrow) and not in_part):
+            yield f"{at}scales", "scales of a narrow part that states them, and of no other", str(part.x_scales)
+        if part.x_scales is not None and not _normal(part.x_scales):
+            yield f"{at}scales", "bits of normal float32 numbers above 0", str(part.x_scales)
+
+
+def _fit(part: Part, scales: Part | None) -> bool:
+    if scales is None or scales.dtype != DType.F32 or scales.lanes != part.lanes:
+        return False
+    number, rest = divmod(scales.lane_bytes, SIZE[DType.F32])
+    return not rest and scales.whole is None and not part.lane_bytes % number
+
+
+def _normal(bits: IntArray) -> bool:
+    return bool(((bits >= 1 << 23) & (bits < 0xFF << 23)).all())
+
+
+def share_flaw(group: Group, share: Owns) -> tuple[str, str, str] | None:
+    """What is wrong with a share of such a group, as `flaws` says it (KVP-CNV-LANES)."""
+    for j, part in enumerate(group.parts):
+        scales, last = scales_of(group, j), int(share.layers[-1])
+        if scales is not None and names_of(part) and _spans(share, j) != _spans(share, scales):
+            return "lanes", f"the lanes of {part.name} for its scales too, in their order", str(_spans(share, scales))
+        if part.x_scales is not None and 1 < part.x_scales.size <= last:
+            return "layers", f"layers that {part.name} has scales of: {part.x_scales.size}", str(last)
+    return None
+
+
+def _spans(share: Owns, part: int) -> list[tuple[int, int]]:
+    return [(span.lo, span.hi) for span in share.lanes if span.part == part]
+
+
+def converted(source: Geometry, sink: Geometry) -> Geometry:
+    """The source with each part in the form in which the sink takes it (KVP-CNV-PLAN)."""
+    held = _layers(source), _layers(sink)
+    changed = {}
+    for src in source.groups:
+        taken = [g for g in sink.groups if g.model == src.model and held[0].get(src.id, set()) & held[1].get(g.id, set())]
+        if new := _in_forms_of(src, taken):
+            changed[src.id] = new
+    if not changed:
+        return source
+    groups = tuple(changed[g.id][0] if g.id in changed else g for g in source.groups)
+    ranks = tuple(
+        attrs.evolve(r, owns=tuple(_share(o, changed[o.group][1]) if o.group in changed else o for o in r.owns))
+        for r in source.ranks
+    )
+    return attrs.evolve(source, groups=groups, ranks=ranks)
+
+
+def _layers(geometry: Geometry) -> dict[int, set[int]]:
+    """The layers of each group that some rank owns."""
+    held: dict[int, set[int]] = {}
+    for share in (share for rank in geometry.ranks for share in rank.owns):
+        held.setdefault(share.group, set()).update(share.layers.tolist())
+    return held
+
+
+def _in_forms_of(src: Group, taken: Iterable[Group]) -> tuple[Group, list[int]] | None:
+    """A group in the forms of the sink's groups, and for each of its parts that whose lanes it has; None: as it is."""
+    parts, added, left = {i: part for i, part in enumerate(src.parts)}, list[tuple[Part, int]](), set[int | None]()
+    for i, part in enumerate(src.parts):
+        wanted = ((dst, j) for dst in taken for j, other in enumerate(dst.parts) if other.name == part.name)
+        for dst, j in wanted:
+            other, rule = dst.parts[j], conversion(src, dst, j)
+            if rule is None:
+                continue
+            size = part.lane_bytes // SIZE[DType(part.dtype)] * SIZE[DType(other.dtype)]
+            parts[i] = attrs.evolve(part, dtype=other.dtype, lane_bytes=size)
+            left.add(rule.scales)
+            scales = scales_of(dst, j)
+            if rule.made == Made.NARROW and rule.stated is None and scales is not None:
+                added.append((dst.parts[scales], i))
+            break
+    if not left:
+        return None
+    kept = [(part, i) for i, part in parts.items() if i not in left]
+    kept += [(attrs.evolve(part, lanes=parts[i].lanes), i) for part, i in added]
+    return attrs.evolve(src, parts=tuple(part for part, _ in kept)), [i for _, i in kept]
+
+
+def _share(share: Owns, lanes_of: list[int]) -> Owns:
+    spans = (LaneSpan(part=p, lo=lo, hi=hi) for p, i in enumerate(lanes_of) for lo, hi in _spans(share, i))
+    return attrs.evolve(share, lanes=tuple(spans))
