@@ -52,13 +52,15 @@ def _scales(x: Floats) -> Floats:
     amax = size.max(-1, keepdims=True)
     if not np.isfinite(amax).all():
         amax = np.where(np.isfinite(size), size, np.float32(0)).max(-1, keepdims=True)
-    return np.maximum(amax, _LEAST) / _GREATEST
+    scales: Floats = np.maximum(amax, _LEAST) / _GREATEST
+    return scales
 
 
 def _codes(y: Floats) -> Bytes:
     """F8E4M3 of float32, by the upper half of the bits; whether the lower half is zero decides ties alone."""
     bits = np.ascontiguousarray(y).view(np.uint32)
-    return _nearest()[(bits >> 16) | ((bits & 0xFFFF) != 0)]
+    codes: Bytes = _nearest()[(bits >> 16) | ((bits & 0xFFFF) != 0)]
+    return codes
 
 
 @lru_cache(1)

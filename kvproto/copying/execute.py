@@ -23,8 +23,8 @@ from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import DType
 from kvproto.wire.messages import Group
 
+Regions = Mapping[int, memoryview]
 Bytes = npt.NDArray[np.uint8]
-Regions = Mapping[int, memoryview] | Mapping[int, Bytes]
 
 
 def execute(program: CopyProgram, sources: Regions, sinks: Regions) -> int:
@@ -131,7 +131,7 @@ def _read(batch: _Batch, side: Side, length: int, regions: Regions, item: IntArr
     return convert(made, data, scales, blocks)
 
 
-def converted_rows(op: npt.NDArray[np.void], regions: Regions, item: IntArray, row: IntArray) -> Bytes:
+def converted_rows(op: npt.NDArray[np.void], regions: Mapping[int, Any], item: IntArray, row: IntArray) -> Bytes:
     """Bytes [row, byte] that an operation [1] which converts gives of single rows."""
     return _read(_Batch(op[0].item(), op, {}), "source", 1, regions, item, row).reshape(item.size, -1)
 

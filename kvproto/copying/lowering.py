@@ -136,9 +136,7 @@ class _StoredPart:
     """By part index."""
 
     @classmethod
-    def of(
-        cls, side: Side | Literal["scale"], layout: RankLayout, m: MapSpec, name: str, box: Box
-    ) -> _StoredPart:
+    def of(cls, side: Side | Literal["scale"], layout: RankLayout, m: MapSpec, name: str, box: Box) -> _StoredPart:
         group, flat = (m.sink, m.sink_flat) if side == "sink" else (m.source, m.source_flat)
         layers = np.arange(box.layer_lo, box.layer_hi)
         parts = [p for p, part in enumerate(group.parts) if part.name == name]
@@ -252,9 +250,7 @@ class _PartPair:
         return cls(from_, to, alike, fine, rule, scales)
 
 
-def _operations(
-    parts: _PartPair, box: Box, number: int, kind: np.dtype[np.void]
-) -> Iterator[npt.NDArray[np.void]]:
+def _operations(parts: _PartPair, box: Box, number: int, kind: np.dtype[np.void]) -> Iterator[npt.NDArray[np.void]]:
     """Operations of a box over the map of that number, without seeds: tables of layers that share their lane pieces."""
     for layers in parts.alike:
         theirs = parts.sink.pieces(box, layers[0], parts.fine)

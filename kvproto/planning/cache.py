@@ -166,7 +166,7 @@ class Cache:
         parts = [
             part
             if part.dtype not in _FORMS or part.name in SCALES
-            else attrs.evolve(part, x_conversions=names, x_scales=_scale_bits(stated.get(part.name)))
+            else attrs.evolve(part, x_conversions=names or None, x_scales=_scale_bits(stated.get(part.name)))
             for part in self.group.parts
         ]
         return attrs.evolve(self, group=attrs.evolve(self.group, parts=tuple(parts)))

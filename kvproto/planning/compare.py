@@ -160,7 +160,9 @@ def _advice(code: ErrorCode, a: Part, b: Part) -> str:
     names = [name for name, row in CONVERSIONS.items() if {a.dtype, b.dtype} == {*row[:2]}]
     if code != ErrorCode.DTYPE_MISMATCH or not names:
         return "make the two sides equal"
-    return f"make the two sides equal, or state one conversion of both on both sides: {', '.join(names)} (Cache.converts)"
+    return (
+        f"make the two sides equal, or state one conversion of both on both sides: {', '.join(names)} (Cache.converts)"
+    )
 
 
 def _extent(part: Part) -> str:

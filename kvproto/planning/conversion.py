@@ -10,7 +10,7 @@ from kvproto.planning.arrays import IntArray
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.parts import ALIASES, CONVERSIONS, SCALES
 from kvproto.wire.enums import DType
-from kvproto.wire.messages import Geometry, Group, LaneSpan, Owns, Part
+from kvproto.wire.messages import Geometry, Group, LaneSpan, Owns, Part, UIntArray
 
 SIZE = {DType.BF16: 2, DType.F8E4M3: 1, DType.F32: 4}
 """Bytes of an element of each dtype that conversions read or write."""
@@ -92,7 +92,9 @@ def flaws(group: Group) -> Iterator[tuple[str, str, str]]:
             yield f"{at}conversions", "one conversion to a narrow form", ", ".join(narrow)
         in_part = bool(narrow) and CONVERSIONS[narrow[0]][2]
         if in_part and not _fit(part, None if scales is None else group.parts[scales]):
-            mine = f"a part of F32 that scales {part.name}, with its lanes and a divisor of its {part.lane_bytes} elements"
+            mine = (
+                f"a part of F32 that scales {part.name}, with its lanes and a divisor of its {part.lane_bytes} elements"
+            )
             yield f"{at}conversions", mine, "none" if scales is None else str(group.parts[scales])
         if (part.x_scales is not None) != (bool(narrow) and not in_part):
             yield f"{at}scales", "scales of a narrow part that states them, and of no other", str(part.x_scales)
@@ -107,7 +109,7 @@ def _fit(part: Part, scales: Part | None) -> bool:
     return not rest and scales.whole is None and not part.lane_bytes % number
 
 
-def _normal(bits: IntArray) -> bool:
+def _normal(bits: UIntArray) -> bool:
     return bool(((bits >= 1 << 23) & (bits < 0xFF << 23)).all())
 
 
@@ -131,7 +133,9 @@ def converted(source: Geometry, sink: Geometry) -> Geometry:
     held = _layers(source), _layers(sink)
     changed = {}
     for src in source.groups:
-        taken = [g for g in sink.groups if g.model == src.model and held[0].get(src.id, set()) & held[1].get(g.id, set())]
+        taken = [
+            g for g in sink.groups if g.model == src.model and held[0].get(src.id, set()) & held[1].get(g.id, set())
+        ]
         if new := _in_forms_of(src, taken):
             changed[src.id] = new
     if not changed:

@@ -302,7 +302,13 @@ def conversions(facts: Facts) -> str:
     out = ["| conversion | wide form | narrow form | scales of the narrow form |", "|---|---|---|---|"]
     where = {"stated": "`x_scales`", "part": "a part of F32"}
     return "\n".join(
-        [*out, *(f"| `{n}` | {r['wide']} | {r['narrow']} | {where[r['scales']]}: {r['doc']} |" for n, r in facts["conversion"].items())]
+        [
+            *out,
+            *(
+                f"| `{n}` | {r['wide']} | {r['narrow']} | {where[r['scales']]}: {r['doc']} |"
+                for n, r in facts["conversion"].items()
+            ),
+        ]
     )
 
 

@@ -158,7 +158,10 @@ def parts_module(facts: Facts) -> str:
     ]
     rows = facts["conversion"].items()
     out += [f'    "{name}": (DType.{c["wide"]}, DType.{c["narrow"]}, {c["scales"] == "part"}),' for name, c in rows]
-    out += ["}", '"""By name: the dtypes of the wide and the narrow form, and whether a part has the scales of the narrow one."""']
+    out += [
+        "}",
+        '"""By name: the dtypes of the wide and the narrow form, and whether a part has the scales of the narrow one."""',
+    ]
     return "\n".join(out) + "\n"
 
 

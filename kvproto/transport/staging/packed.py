@@ -320,10 +320,13 @@ class PackedStream(Packer):
             piece = int(op["lanes"] * op["lane_bytes"])
             records = data.reshape(number, width)[:, place : place + piece]
             if self._converts and op["made"]:
-                items, rows, step = np.repeat(item, length), _row_places(row, length, 1), max(_BLOCK // width, 1)
+                item_of_row, row_in_item = np.repeat(item, length), _row_places(row, length, 1)
+                step = max(_BLOCK // width, 1)
                 for a in range(0, number, step):
                     block = slice(a, a + step)
-                    records[block] = converted_rows(ops[k : k + 1], self._memory, items[block], rows[block])
+                    records[block] = converted_rows(
+                        ops[k : k + 1], self._memory, item_of_row[block], row_in_item[block]
+                    )
             else:
                 self._operation(op, item, row, length, records, into)
             place += piece
