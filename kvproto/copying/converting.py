@@ -20,8 +20,8 @@ _KEPT = 256
 def convert(made: Made, data: Bytes, scales: Bytes | int, blocks: int) -> Bytes:
     """Lanes [..., lane, byte] in their other form, or their scales.
 
-    `scales` are the bits of a stated scale, or the scales [..., lane, byte] that are read too; 0 if they are made. A lane
-    has scales of `blocks` blocks of equal length.
+    `scales` are the bits of a stated scale, or the scales [..., lane, byte] that are read too; 0 if they are made.
+    A lane has scales of `blocks` blocks of equal length.
     """
     lanes = data.shape[:-1]
     if isinstance(scales, int) and scales:

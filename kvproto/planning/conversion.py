@@ -76,7 +76,7 @@ def scales_of(group: Group, index: int) -> int | None:
 
 
 def flaws(group: Group) -> Iterator[tuple[str, str, str]]:
-    """What is wrong with what the parts of a group state: path, what it should be, and what came (KVP-CNV-STATED)."""
+    """Faults of what the parts of a group state: path, what it should be, and what came (KVP-CNV-STATED)."""
     for j, part in enumerate(group.parts):
         names, at = names_of(part), f"parts[{j}].x_"
         narrow = [name for name in names if part.dtype == CONVERSIONS[name][1]]
@@ -114,7 +114,7 @@ def _normal(bits: UIntArray) -> bool:
 
 
 def share_flaw(group: Group, share: Owns) -> tuple[str, str, str] | None:
-    """What is wrong with a share of such a group, as `flaws` says it (KVP-CNV-LANES)."""
+    """The first fault of a share of such a group, as `flaws` states it (KVP-CNV-LANES)."""
     for j, part in enumerate(group.parts):
         scales, last = scales_of(group, j), int(share.layers[-1])
         if scales is not None and names_of(part) and _spans(share, j) != _spans(share, scales):
@@ -158,7 +158,7 @@ def _layers(geometry: Geometry) -> dict[int, set[int]]:
 
 def _in_forms_of(src: Group, taken: Iterable[Group]) -> tuple[Group, list[int]] | None:
     """A group in the forms of the sink's groups, and for each of its parts that whose lanes it has; None: as it is."""
-    parts, added, left = {i: part for i, part in enumerate(src.parts)}, list[tuple[Part, int]](), set[int | None]()
+    parts, added, left = dict(enumerate(src.parts)), list[tuple[Part, int]](), set[int | None]()
     for i, part in enumerate(src.parts):
         wanted = ((dst, j) for dst in taken for j, other in enumerate(dst.parts) if other.name == part.name)
         for dst, j in wanted:
