@@ -12,7 +12,10 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 _GREATEST, _LEAST = np.float32(448), np.float32(2.0**-100)
-_NAN, _WIDE_NAN = 0x7F, 0x7FC0
+_NAN, _WIDE_NAN, _INFINITE = 0x7F, 0x7FC0, 0x7F80
+_SHORT = 8
+_TOGETHER = 1 << 17
+"""Bytes converted at once, few enough to stay in a core's caches with all that is made of them."""
 _KEPT = 256
 """Tables of stated scales that are kept."""
 
@@ -23,22 +26,31 @@ def convert(made: Made, data: Bytes, scales: Bytes | int, blocks: int) -> Bytes:
     `scales` are the bits of a stated scale, or the scales [..., lane, byte] that are read too; 0 if they are made.
     A lane has scales of `blocks` blocks of equal length.
     """
-    lanes = data.shape[:-1]
     if isinstance(scales, int) and scales:
-        table = _to_narrow(scales) if made == Made.NARROW else _to_wide(scales)
-        values: npt.NDArray[Any] = table[data.view("<u2") if made == Made.NARROW else data]
-        return values.view(np.uint8)
-    if made == Made.WIDE:
-        assert not isinstance(scales, int)
-        of_blocks = np.ascontiguousarray(scales).view("<f4")[..., None]
-        codes = data.reshape(*lanes, blocks, -1)
-        return _bf16(_values()[codes] * of_blocks).view(np.uint8).reshape(*lanes, -1)
-    x = _floats(data.view("<u2")).reshape(*lanes, blocks, -1)
-    of_blocks = _scales(x)
+        narrows = made == Made.NARROW
+        values: npt.NDArray[Any] = _to_narrow(scales) if narrows else _to_wide(scales)
+        return values.take(data.view("<u2") if narrows else data).view(np.uint8)
+    lanes = data.reshape(-1, data.shape[-1])
+    read = None if isinstance(scales, int) else np.ascontiguousarray(scales).view("<f4").reshape(-1, blocks, 1)
+    step = max(_TOGETHER // lanes.shape[1], 1)
+    parts = [
+        _blocks(made, lanes[at : at + step], blocks, None if read is None else read[at : at + step])
+        for at in range(0, len(lanes), step)
+    ]
+    return np.concatenate(parts).reshape(*data.shape[:-1], -1) if parts else data[..., :0]
+
+
+def _blocks(made: Made, lanes: Bytes, blocks: int, scales: Floats | None) -> Bytes:
+    """Lanes [lane, byte] by scales of blocks [lane, block, 1], which are read or made."""
+    if scales is not None:
+        values = _values().take(lanes).reshape(len(lanes), blocks, -1)
+        return _bf16(values * scales).view(np.uint8).reshape(len(lanes), -1)
+    bits = lanes.view("<u2").reshape(len(lanes), blocks, -1)
+    made_here = _scales(bits)
     if made == Made.SCALES:
-        return of_blocks[..., 0].view(np.uint8)
+        return made_here[..., 0].view(np.uint8)
     with np.errstate(over="ignore", invalid="ignore"):
-        return _codes(x / of_blocks).reshape(*lanes, -1)
+        return _codes(_floats(bits) / made_here).reshape(len(lanes), -1)
 
 
 def _floats(bits: npt.NDArray[np.uint16]) -> Floats:
@@ -46,20 +58,24 @@ def _floats(bits: npt.NDArray[np.uint16]) -> Floats:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _scales(x: Floats) -> Floats:
-    """Scales [..., 1] of blocks [..., element]."""
-    size = np.abs(x)
+def _scales(bits: npt.NDArray[np.uint16]) -> Floats:
+    """Scales [lane, block, 1] of BF16 [lane, block, element], whose bits without the sign are in order of size."""
+    size = bits & 0x7FFF
+    while size.shape[-1] > _SHORT and size.shape[-1] % 2 == 0:  # as numpy is slow along an axis of few elements
+        half = size.shape[-1] // 2
+        size = np.maximum(size[..., :half], size[..., half:])
     amax = size.max(-1, keepdims=True)
-    if not np.isfinite(amax).all():
-        amax = np.where(np.isfinite(size), size, np.float32(0)).max(-1, keepdims=True)
-    scales: Floats = np.maximum(amax, _LEAST) / _GREATEST
+    if amax.max() >= _INFINITE:
+        size = bits & 0x7FFF
+        amax = np.where(size < _INFINITE, size, np.uint16(0)).max(-1, keepdims=True)
+    scales: Floats = np.divide(np.maximum(_floats(amax), _LEAST), _GREATEST, dtype=np.float32)
     return scales
 
 
 def _codes(y: Floats) -> Bytes:
     """F8E4M3 of float32, by the upper half of the bits; whether the lower half is zero decides ties alone."""
-    bits = np.ascontiguousarray(y).view(np.uint32)
-    codes: Bytes = _nearest()[(bits >> 16) | ((bits & 0xFFFF) != 0)]
+    bits = y.view(np.uint32)
+    codes: Bytes = _nearest().take((bits >> 16) | ((bits & 0xFFFF) != 0))
     return codes
 
 

@@ -18,6 +18,7 @@ SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 RUNS = [
     "acceptance --quick",
     "codec --rounds 1",
+    "convert_host --rounds 1 --tokens 64",
     "dcp_gpu --device cpu --gpus 1",
     "dcp_serving_gpu --device cpu --gpus 2",
     "floods --quick",
