@@ -20,7 +20,8 @@ from kvproto_conformance.conversion import convert
 from kvproto_conformance.suites import MADE, text
 
 FILE = MADE / "conversion.json"
-EXACT, PLAN, BOTH, STATED, LANES = (f"KVP-CNV-{name}" for name in ("EXACT", "PLAN", "BOTH", "STATED", "LANES"))
+EXACT, PLAN, BOTH = "KVP-CNV-EXACT", "KVP-CNV-PLAN", "KVP-CNV-BOTH"
+STATED, LANES = "KVP-CNV-STATED", "KVP-CNV-LANES"
 Pair = tuple[Geometry, Geometry]
 Case = tuple[str, str, Pair, list[str], str]
 ON = ["CONVERT"]
