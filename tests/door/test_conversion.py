@@ -84,7 +84,7 @@ def unsaid(geometry: Geometry) -> Geometry:
 class Plain(ShmTransport):
     """A transport like CUDA's today, which copies bytes only as they are."""
 
-    capabilities = attrs.evolve(ShmTransport.capabilities, features=())
+    capabilities = attrs.evolve(ShmTransport.capabilities, converts=False)
 
 
 def test_a_side_whose_transports_do_not_convert_does_not_offer_to(tmp_path: Path) -> None:

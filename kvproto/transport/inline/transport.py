@@ -145,7 +145,8 @@ class InlineTransport(base.Transport):
 
     capabilities = base.Capabilities(
         code=TransportCode.INLINE,
-        features=(Feature.INLINE, Feature.CONVERT),
+        features=(Feature.INLINE,),
+        converts=True,
         reads=False,
         death_is_proof=True,
         batches=False,
