@@ -77,7 +77,7 @@ def _batches(program: CopyProgram) -> Iterator[_Batch]:
 def _stretches(ops: npt.NDArray[np.void]) -> list[tuple[npt.NDArray[np.void], dict[str, int]]]:
     """The longest stretches of operations that lie equally far apart on both sides, and how far."""
     begins, (offsets, same) = [0], _compared(ops.dtype)
-    fields = np.ascontiguousarray(ops).view(np.int64).reshape(len(ops), len(ops.dtype))
+    fields = np.ascontiguousarray(ops).view(np.int64).reshape(len(ops), len(ops.dtype.names or ()))
     steps = fields[1:] - fields[:-1]
     apart = (steps[:, same] != 0).any(1)
     bends = apart.copy()

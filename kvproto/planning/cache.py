@@ -9,14 +9,14 @@ from itertools import accumulate, pairwise
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
-import numpy as np
 
 from kvproto.errors import LocalError, bad, check_type, check_whole
 from kvproto.planning import geometry as g
 from kvproto.planning.axes import TOKENS
+from kvproto.planning.conversion import stating
 from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import KINDS
-from kvproto.planning.parts import CONVERSIONS, SCALES
+from kvproto.planning.parts import CONVERSIONS
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
 BITS: dict[int, int] = {
@@ -163,13 +163,7 @@ class Cache:
         stated = dict(scales or {})
         if unknown := stated.keys() - {part.name for part in self.group.parts}:
             raise bad("Cache.converts", ", ".join(part.name for part in self.group.parts), repr(min(unknown)))
-        parts = [
-            part
-            if part.dtype not in _FORMS or part.name in SCALES
-            else attrs.evolve(part, x_conversions=names or None, x_scales=_scale_bits(stated.get(part.name)))
-            for part in self.group.parts
-        ]
-        return attrs.evolve(self, group=attrs.evolve(self.group, parts=tuple(parts)))
+        return attrs.evolve(self, group=stating(self.group, names, stated))
 
     def replicated(self) -> Cache:
         """The same cache with every token on each context-parallel rank, for the heads of its TP rank."""
@@ -509,13 +503,6 @@ class Cache:
             raise bad("blocks", ", ".join(p.name for p in parts), min(unknown))
         divided = tuple(tuple(by_part.get(p.name, (Block(p.lanes),))) for p in parts)
         return cls(Group(id=0, name=name, parts=parts, **numbers), ids_of(layers), divided)
-
-
-_FORMS = {dtype for wide, narrow, _ in CONVERSIONS.values() for dtype in (wide, narrow)}
-
-
-def _scale_bits(scales: float | Sequence[float] | None) -> Any:
-    return None if scales is None else np.atleast_1d(np.asarray(scales, np.float32)).view(np.uint32)
 
 
 def bytes_of(dtype: DType, elements: int, path: str = "elements") -> int:

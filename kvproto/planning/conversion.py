@@ -1,6 +1,6 @@
 """Conversions between the two forms of a part, as Descriptions state them (spec/v1/conversion.md)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 
 import attrs
@@ -56,6 +56,24 @@ def conversion(src: Group, dst: Group, index: int) -> Conversion | None:
     blocks = 0 if scales is None else group.parts[scales].lane_bytes // SIZE[DType.F32]
     stated = narrow.x_scales.astype(np.int64) if scales is None and narrow.x_scales is not None else None
     return Conversion(Made.WIDE if widens else Made.NARROW, i, scales if widens else None, blocks, stated)
+
+
+_FORMS = {dtype for *forms, _ in CONVERSIONS.values() for dtype in forms}
+
+
+def stating(group: Group, names: tuple[str, ...], scales: Mapping[str, float | Sequence[float]]) -> Group:
+    """The same group, whose values of a dtype that is a form state these conversions, and these scales by part."""
+    parts = [
+        part
+        if part.dtype not in _FORMS or part.name in SCALES or not KINDS[group.kind].has_memory
+        else attrs.evolve(part, x_conversions=names or None, x_scales=_bits(scales.get(part.name)))
+        for part in group.parts
+    ]
+    return attrs.evolve(group, parts=tuple(parts))
+
+
+def _bits(scales: float | Sequence[float] | None) -> UIntArray | None:
+    return None if scales is None else np.atleast_1d(np.asarray(scales, np.float32)).view(np.uint32)
 
 
 def names_of(part: Part) -> list[str]:

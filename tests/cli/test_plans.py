@@ -322,3 +322,23 @@ def test_describe_divides_tokens_layers_and_single_caches_as_told(ran: Ran) -> N
 )
 def test_sizes_that_cannot_be_are_refused_by_name(options: list[str], says: str, ran: Ran) -> None:
     assert says in ran("describe", "--preset", "deepseek-v3-eagle3", "--tp", "4", "--dcp", "2", *options, status=1)
+
+
+def test_conversion_is_stated_and_chosen(tmp_path: Path, ran: Ran) -> None:
+    """A BF16 Description and an FP8 one fit if both state a conversion; what it does to dtypes is a warning."""
+    sides = []
+    for name, more in (("p", ["--tp", "8"]), ("d", ["--tp", "4", "--kv-dtype", "F8E4M3"])):
+        stated = "e4m3_tensor" + "=0.03" * (name == "d")
+        sides.append(tmp_path / f"{name}.json")
+        sides[-1].write_text(ran("describe", "--preset", "llama-3-70b", *more, "--convert", stated))
+    assert "both state e4m3_tensor: choose feature CONVERT too" in ran("check", *sides, status=3)
+    warning = "warning: groups[target].parts[k].dtype: prefill has BF16, decode has F8E4M3"
+    assert warning in ran("check", *sides, "--convert")
+    assert "lanes 0-1" in ran("plan", *sides, "--convert", "--slices")
+
+
+def test_a_conversion_that_the_cache_cannot_have_is_an_error(ran: Ran) -> None:
+    fp8 = ["describe", "--preset", "llama-3-70b", "--kv-dtype", "F8E4M3", "--convert"]
+    assert "a part of F32 that scales k" in ran(*fp8, "e4m3_block", status=1)
+    assert "scales of a narrow part that states them" in ran(*fp8, "e4m3_tensor", status=1)
+    assert "convert: wanted e4m3_tensor, e4m3_block" in ran(*fp8, "e5m2", status=1)
