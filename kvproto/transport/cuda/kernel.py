@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvproto.copying.program import CopyProgram, RowMap, Side
 from kvproto.errors import LocalError
+from kvproto.planning.conversion import Made
 from kvproto.wire.enums import ErrorCode
 
 T = TypeVar("T")
@@ -532,3 +533,73 @@ def sum_table(program: CopyProgram, addresses: Mapping[int, int], sink: bool) ->
     launches = ((int(word[a]), begin + a * SUM.itemsize, b - a) for a, b in pairwise(cuts))
     maps_of = (frozenset(ops["map"][ops["group"] == g].tolist()) for g in groups)
     return SumTable(rows, tuple(spans), tuple(launches), tuple(groups), tuple(maps_of), n_maps)
+
+
+# conversions
+
+GROUP = 16
+"""Threads that share a block of a lane."""
+STEPS = {8: ("uint4", "uint2"), 1: ("unsigned short", "unsigned char")}
+"""Elements that a thread has at once, and the types of so many of two bytes and of one."""
+CONVERT = np.dtype(
+    [(n, "<u8") for side in ("source", "sink", "scale") for n in (side, *(f"{side}_{place}" for place in PLACES))]
+    + [("places", "<u8")]
+    + [(n, "<u4") for n in ("n_rows", "lanes", "blocks", "length", "made", "stated")]
+)  # fmt: skip
+
+
+@attrs.frozen(eq=False)
+class ConvertTable:
+    """The operations of a rank pair that convert, by map, with absolute addresses."""
+
+    ops: npt.NDArray[np.void]
+    """Rows of dtype CONVERT."""
+    maps: npt.NDArray[np.int64]
+    """The map of each operation."""
+    step: int
+    """Elements that a thread has at once."""
+    bytes: npt.NDArray[np.int64]
+    """Bytes of a row that each operation writes."""
+
+    def sizes(self, maps: Sequence[RowMap]) -> tuple[int, int]:
+        """Bytes of an image and of the expanded rows."""
+        head = up(len(maps) * MAP.itemsize) + up(self.ops.nbytes)
+        return head + RUN_BYTES * sum(len(m.rows) for m in maps), _ROW_BYTES * (sum(m.size for m in maps) + 1)
+
+    def write(self, maps: Sequence[RowMap], image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> int:
+        """Write one request's image, to be read at `image_at`; returns the offset of the operations in it."""
+        begin = up(len(maps) * MAP.itemsize)
+        at, rows = begin + up(self.ops.nbytes), [rows_at]
+        for n, m in enumerate(maps):
+            MAP_FIELDS.pack_into(image.data, n * MAP.itemsize, image_at + at, rows[-1], len(m.rows), m.size)
+            write_runs(m, image[at : at + RUN_BYTES * len(m.rows)].view(np.uint32).reshape(RUN_WORDS, len(m.rows)))
+            at += RUN_BYTES * len(m.rows)
+            rows.append(rows[-1] + _ROW_BYTES * m.size)
+        ops = image[begin : begin + self.ops.nbytes].view(CONVERT)
+        ops[:] = self.ops
+        ops["places"] = np.array(rows, np.uint64)[self.maps]
+        ops["n_rows"] = np.array([m.size for m in maps])[self.maps]
+        return begin
+
+
+def convert_table(program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]) -> ConvertTable:
+    """The table of a program's operations that convert, with regions mapped at these addresses."""
+    ops = program.ops[program.ops["made"] > 0]
+    rows = np.zeros(len(ops), CONVERT)
+    for side, bases in (("source", sources), ("sink", sinks), ("scale", sources)):
+        base = np.array([bases[r] for r in ops[f"{side}_region"].tolist()], np.uint64)
+        rows[side] = base + ops[f"{side}_offset"].astype(np.uint64)
+        for place in PLACES:
+            rows[f"{side}_{place}"] = ops[f"{side}_{place}_stride"]
+        rows[f"{side}_lane"][ops["lanes"] == 1] = 0
+    wide = ops["made"] == Made.WIDE
+    rows["blocks"] = np.maximum(ops["blocks"], 1)
+    rows["length"] = ops["source_bytes"] // np.where(wide, 1, 2) // rows["blocks"]
+    rows["lanes"], rows["made"], rows["stated"] = ops["lanes"], ops["made"], ops["stated"]
+    together = rows["length"].astype(np.uint64)
+    for side, twice in (("source", ~wide), ("sink", wide)):
+        there = rows[side] | rows[f"{side}_item"] | rows[f"{side}_row"] | rows[f"{side}_lane"]
+        counted = there // np.where(twice, 2, 1).astype(np.uint64)
+        together |= np.where((side == "sink") & (ops["made"] == Made.SCALES), 0, counted)
+    step = next(step for step in STEPS if not (together % np.uint64(step)).any())
+    return ConvertTable(rows, ops["map"].copy(), step, ops["lanes"] * ops["lane_bytes"])
