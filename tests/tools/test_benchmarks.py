@@ -53,6 +53,7 @@ NEEDS = {
 """Packages without which a script is skipped here."""
 GPUS, VLLM = "needs GPUs", "needs vLLM, which takes a minute to start"
 LEFT_OUT = {
+    "convert_gpu": GPUS,
     "decode_engine": GPUS,
     "nixl_packed": GPUS,
     "overlap": GPUS,

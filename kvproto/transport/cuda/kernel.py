@@ -120,10 +120,16 @@ def table(
     shapes = tuple(
         Shape(m, -w, words, many, a, b) for (m, w, words, many), (a, b) in zip(firsts, pairwise(cuts), strict=False)
     )
-    extents = np.full((len(program.maps), 4), 1 << 32)  # the device counts in 32 bits
+    return Table(rows, ops["layer"][order].astype(np.int64), shapes, joined, _extents(program))
+
+
+def _extents(program: CopyProgram) -> list[list[int]]:
+    """The bounds of a table."""
+    ops, extents = program.ops, np.full((len(program.maps), 4), 1 << 32)  # the device counts in 32 bits
     for k, name in enumerate(("source_items", "source_rows", "sink_items", "sink_rows")):
         np.minimum.at(extents[:, k], ops["map"], ops[name])
-    return Table(rows, ops["layer"][order].astype(np.int64), shapes, joined, extents.tolist())
+    bounds: list[list[int]] = extents.tolist()
+    return bounds
 
 
 def up(n: int) -> int:
@@ -258,15 +264,20 @@ def _share(m: RowMap, a: int, b: int, of: int) -> RowMap:
 def check(works: Sequence[CopyJob]) -> None:
     """Raise OUT_OF_REGION if a map names an item or row beyond the pools."""
     for work in _apart(works):
-        for m, extents in zip(work.maps, work.prepared.table.bounds, strict=True):
-            (low, *here), (lowest, *there) = m.source_reach, m.sink_reach
-            high = here + there
-            if low < 0 or lowest < 0 or any(map(ge, high, extents)):
-                for name, place, most, extent in zip(_PLACE_NAMES, m.places, high, extents, strict=True):
-                    least = int(place.min())
-                    if least < 0 or most >= extent:
-                        mine, yours = f"0 to {extent - 1}", str(most if most >= extent else least)
-                        raise LocalError(ErrorCode.OUT_OF_REGION, name, mine, yours, "name items of the pool")
+        check_maps(work.maps, work.prepared.table.bounds)
+
+
+def check_maps(maps: Sequence[RowMap], bounds: list[list[int]]) -> None:
+    """Raise OUT_OF_REGION as `check`; `bounds` are those of a table."""
+    for m, extents in zip(maps, bounds, strict=True):
+        (low, *here), (lowest, *there) = m.source_reach, m.sink_reach
+        high = here + there
+        if low < 0 or lowest < 0 or any(map(ge, high, extents)):
+            for name, place, most, extent in zip(_PLACE_NAMES, m.places, high, extents, strict=True):
+                least = int(place.min())
+                if least < 0 or most >= extent:
+                    mine, yours = f"0 to {extent - 1}", str(most if most >= extent else least)
+                    raise LocalError(ErrorCode.OUT_OF_REGION, name, mine, yours, "name items of the pool")
 
 
 _PLACE_NAMES = ("source item", "source row", "sink item", "sink row")
@@ -433,7 +444,7 @@ def _wanted(work: CopyJob) -> Iterator[tuple[Shape, int, int]]:
 
 SUMMED = 1 << 30
 """Bytes that take about a millisecond."""
-_MOST_SUM_OPS = 65_535
+MOST_OPS = 65_535
 """Operations of a launch: blocks along the second axis of a grid."""
 _ROW_BYTES = 16
 """Bytes of an expanded row."""
@@ -524,7 +535,7 @@ def sum_table(program: CopyProgram, addresses: Mapping[int, int], sink: bool) ->
     order = np.lexsort((ops["map"], -word))
     rows, word, maps = rows[order], word[order], ops["map"][order].tolist()
     firsts = np.flatnonzero(np.diff(word, prepend=0)).tolist()
-    cuts = sorted({*firsts, *range(0, len(ops), _MOST_SUM_OPS), len(ops)})
+    cuts = sorted({*firsts, *range(0, len(ops), MOST_OPS), len(ops)})
     n_maps = 2 * len(program.maps)
     begin = up(n_maps * MAP.itemsize)
     spans, at = [], 0
@@ -558,8 +569,8 @@ class ConvertTable:
     """The map of each operation."""
     step: int
     """Elements that a thread has at once."""
-    bytes: npt.NDArray[np.int64]
-    """Bytes of a row that each operation writes."""
+    bounds: list[list[int]]
+    """As of `Table`."""
 
     def sizes(self, maps: Sequence[RowMap]) -> tuple[int, int]:
         """Bytes of an image and of the expanded rows."""
@@ -602,4 +613,4 @@ def convert_table(program: CopyProgram, sources: Mapping[int, int], sinks: Mappi
         counted = there // np.where(twice, 2, 1).astype(np.uint64)
         together |= np.where((side == "sink") & (ops["made"] == Made.SCALES), 0, counted)
     step = next(step for step in STEPS if not (together % np.uint64(step)).any())
-    return ConvertTable(rows, ops["map"].copy(), step, ops["lanes"] * ops["lane_bytes"])
+    return ConvertTable(rows, ops["map"].copy(), step, _extents(program))
