@@ -20,6 +20,7 @@ _KEPT = 256
 """Tables of stated scales that are kept."""
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def convert(made: Made, data: Bytes, scales: Bytes | int, blocks: int) -> Bytes:
     """Lanes [..., lane, byte] in their other form, or their scales.
 
@@ -37,7 +38,7 @@ def convert(made: Made, data: Bytes, scales: Bytes | int, blocks: int) -> Bytes:
         _blocks(made, lanes[at : at + step], blocks, None if read is None else read[at : at + step])
         for at in range(0, len(lanes), step)
     ]
-    return np.concatenate(parts).reshape(*data.shape[:-1], -1) if parts else data[..., :0]
+    return np.concatenate(parts).reshape(*data.shape[:-1], -1)
 
 
 def _blocks(made: Made, lanes: Bytes, blocks: int, scales: Floats | None) -> Bytes:
@@ -49,8 +50,7 @@ def _blocks(made: Made, lanes: Bytes, blocks: int, scales: Floats | None) -> Byt
     made_here = _scales(bits)
     if made == Made.SCALES:
         return made_here[..., 0].view(np.uint8)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return _codes(_floats(bits) / made_here).reshape(len(lanes), -1)
+    return _codes(_floats(bits) / made_here).reshape(len(lanes), -1)
 
 
 def _floats(bits: npt.NDArray[np.uint16]) -> Floats:
@@ -82,8 +82,7 @@ def _codes(y: Floats) -> Bytes:
 @lru_cache(1)
 def _nearest() -> Bytes:
     """The F8E4M3 nearest to the float32 of each upper half of bits [65536], ties to even."""
-    with np.errstate(invalid="ignore"):
-        y = np.abs(_floats(np.arange(1 << 16, dtype=np.uint16)).astype(np.float64))
+    y = np.abs(_floats(np.arange(1 << 16, dtype=np.uint16)).astype(np.float64))
     finite = _values()[:_NAN].astype(np.float64)
     middles = (finite[1:] + finite[:-1]) / 2
     code = np.searchsorted(middles, y)  # the middles below y; a tie belongs to the even one of its neighbours
@@ -112,11 +111,9 @@ def _bf16(y: Floats) -> npt.NDArray[np.uint16]:
 
 @lru_cache(_KEPT)
 def _to_narrow(scale: int) -> Bytes:
-    with np.errstate(over="ignore", invalid="ignore"):
-        return _codes(_floats(np.arange(1 << 16, dtype=np.uint16)) / np.uint32(scale).view(np.float32))
+    return _codes(_floats(np.arange(1 << 16, dtype=np.uint16)) / np.uint32(scale).view(np.float32))
 
 
 @lru_cache(_KEPT)
 def _to_wide(scale: int) -> npt.NDArray[np.uint16]:
-    with np.errstate(over="ignore"):
-        return _bf16(_values() * np.uint32(scale).view(np.float32))
+    return _bf16(_values() * np.uint32(scale).view(np.float32))
