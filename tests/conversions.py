@@ -148,9 +148,10 @@ class Rank:
     def heads(self) -> slice:
         return slice(HEADS * self.rank // self.engine.tp, HEADS * (self.rank + 1) // self.engine.tp)
 
-    def fill(self, held: dict[str, Array]) -> None:
+    def fill(self, held: dict[str, Array], tokens: int = TOKENS, layers: tuple[int, int] | None = None) -> None:
         for part, layer, token, place in self.places():
-            place[:] = held[part][layer, token, self.heads()]
+            if token < tokens and layer in range(*(layers or (0, LAYERS))):
+                place[:] = held[part][layer, token, self.heads()]
 
     def wrong(self, held: dict[str, Array]) -> list[tuple[str, int, int]]:
         """Places that differ from the oracle; and whether any other byte was written."""
