@@ -89,54 +89,65 @@ def shared_name(a: Part, b: Part) -> str | None:
 
 def scales_of(group: Group, index: int) -> int | None:
     """The part of a group that by its registered name scales the part of that index."""
-    name = ALIASES.get(group.parts[index].name, group.parts[index].name)
-    return next((i for i, p in enumerate(group.parts) if SCALES.get(ALIASES.get(p.name, p.name)) == name), None)
+    return _scaling(group).get(_registered(group.parts[index]))
+
+
+def _scaling(group: Group) -> dict[str | None, int]:
+    """Indices of parts that scale others, by the registered names of these."""
+    return {SCALES.get(_registered(part)): i for i, part in reversed([*enumerate(group.parts)])}
+
+
+def _registered(part: Part) -> str:
+    return ALIASES.get(part.name, part.name)
 
 
 def flaws(group: Group) -> Iterator[tuple[str, str, str]]:
     """Faults of what the parts of a group state: path, what it should be, and what came (KVP-CNV-STATED)."""
+    scaling = _scaling(group)
     for j, part in enumerate(group.parts):
-        names, at = names_of(part), f"parts[{j}].x_"
+        names, stated = names_of(part), part.x_scales
         narrow = [name for name in names if part.dtype == CONVERSIONS[name][1]]
-        if names and any(part.dtype not in CONVERSIONS[name][:2] for name in names):
-            yield f"{at}conversions", f"{CONVERSIONS[names[0]][:2]} of {names[0]}", f"dtype {part.dtype}"
-        plain = part.encoding is None and part.at is None and part.whole is None and KINDS[group.kind].has_memory
-        if names and not plain:
-            yield f"{at}conversions", "rows in memory, without encoding or sections", "another part"
-        scales = scales_of(group, j)
-        if names and not narrow and (part.lane_bytes % SIZE[DType.BF16] or scales is not None):
-            yield f"{at}conversions", "whole elements, without scales", f"{part.lane_bytes} bytes, scales {scales}"
-        if len(narrow) > 1:
-            yield f"{at}conversions", "one conversion to a narrow form", ", ".join(narrow)
-        in_part = bool(narrow) and CONVERSIONS[narrow[0]][2]
-        if in_part and not _fit(part, None if scales is None else group.parts[scales]):
-            mine = (
-                f"a part of F32 that scales {part.name}, with its lanes and a divisor of its {part.lane_bytes} elements"
-            )
-            yield f"{at}conversions", mine, "none" if scales is None else str(group.parts[scales])
-        if (part.x_scales is not None) != (bool(narrow) and not in_part):
-            yield f"{at}scales", "scales of a narrow part that states them, and of no other", str(part.x_scales)
-        if part.x_scales is not None and not _normal(part.x_scales):
-            yield f"{at}scales", "bits of normal float32 numbers above 0", str(part.x_scales)
+        i = scaling.get(_registered(part))
+        by_part = bool(narrow) and CONVERSIONS[narrow[0]][2]
+        plain = (part.encoding, part.at, part.whole) == (None, None, None) and KINDS[group.kind].has_memory
+        odd = not narrow and (part.lane_bytes % SIZE[DType.BF16] > 0 or i is not None)
+        for field, good, mine in (
+            ("conversions", all(part.dtype in CONVERSIONS[name][:2] for name in names), "a dtype of its forms"),
+            ("conversions", plain or not names, "rows in memory, without encoding or sections"),
+            ("conversions", not (names and odd), "whole elements, and no part that scales a wide one"),
+            ("conversions", len(narrow) < 2, "one conversion to a narrow form"),
+            ("conversions", not by_part or (i is not None and _fit(part, group.parts[i])), _FITTING.format(part.name)),
+            (
+                "scales",
+                (stated is not None) == (bool(narrow) and not by_part),
+                "scales of a narrow part that states them",
+            ),
+            ("scales", stated is None or _normal(stated), "bits of normal float32 numbers above 0"),
+        ):
+            if not good:
+                yield f"parts[{j}].x_{field}", mine, f"{', '.join(names) or 'none'} of {part.name}, dtype {part.dtype}"
 
 
-def _fit(part: Part, scales: Part | None) -> bool:
-    if scales is None or scales.dtype != DType.F32 or scales.lanes != part.lanes:
-        return False
+_FITTING = "a part of F32 that scales {}, with its lanes and a divisor of its elements"
+
+
+def _fit(part: Part, scales: Part) -> bool:
     number, rest = divmod(scales.lane_bytes, SIZE[DType.F32])
-    return not rest and scales.whole is None and not part.lane_bytes % number
+    alike = (scales.dtype, scales.lanes, scales.whole) == (DType.F32, part.lanes, None)
+    return alike and not rest and not part.lane_bytes % number
 
 
 def _normal(bits: UIntArray) -> bool:
     return bool(((bits >= 1 << 23) & (bits < 0xFF << 23)).all())
 
 
-def share_flaw(group: Group, share: Owns) -> tuple[str, str, str] | None:
-    """The first fault of a share of such a group, as `flaws` states it (KVP-CNV-LANES)."""
+def share_flaw(group: Group, share: Owns, lanes: Mapping[int, object]) -> tuple[str, str, str] | None:
+    """The first fault of a share whose lanes of each part are known, as `flaws` states it (KVP-CNV-LANES)."""
+    scaling = _scaling(group)
     for j, part in enumerate(group.parts):
-        scales, last = scales_of(group, j), int(share.layers[-1])
-        if scales is not None and names_of(part) and _spans(share, j) != _spans(share, scales):
-            return "lanes", f"the lanes of {part.name} for its scales too, in their order", str(_spans(share, scales))
+        i, last = scaling.get(_registered(part)), int(share.layers[-1])
+        if i is not None and names_of(part) and lanes[j] != lanes[i]:
+            return "lanes", f"the lanes of {part.name} for its scales too, in their order", str(lanes[i])
         if part.x_scales is not None and 1 < part.x_scales.size <= last:
             return "layers", f"layers that {part.name} has scales of: {part.x_scales.size}", str(last)
     return None
@@ -148,8 +159,9 @@ def _spans(share: Owns, part: int) -> list[tuple[int, int]]:
 
 def converted(source: Geometry, sink: Geometry) -> Geometry:
     """The source with each part in the form in which the sink takes it (KVP-CNV-PLAN)."""
-    held = _layers(source), _layers(sink)
-    changed = {}
+    if not any(part.x_conversions for group in source.groups for part in group.parts):
+        return source
+    held, changed = (_layers(source), _layers(sink)), {}
     for src in source.groups:
         taken = [
             g for g in sink.groups if g.model == src.model and held[0].get(src.id, set()) & held[1].get(g.id, set())

@@ -219,7 +219,7 @@ def _check_owns(group: Group, share: Owns, path: str) -> None:
         if not spans or any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False)):
             wanted = f"disjoint spans of each part, at least one for {group.parts[p].name}"
             raise _bad(f"{path}.lanes", wanted, str(spans))
-    if flaw := conversion.share_flaw(group, share):
+    if flaw := conversion.share_flaw(group, share, by_part):
         raise _bad(f"{path}.{flaw[0]}", *flaw[1:])
 
 
