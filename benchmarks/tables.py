@@ -1,4 +1,4 @@
-"""Writes the tables of docs/gpu.md, docs/dcp_gpu.md, docs/dcp_serving.md, docs/acceptance.md, docs/serving.md and docs/tiers.md from benchmarks/results, so that no figure is copied by hand.
+"""Writes the tables of docs/*.md from benchmarks/results, so that no figure is copied by hand.
 
 `python benchmarks/tables.py [--check]`: what stands between `<!-- table NAME -->` and the next empty line is generated;
 benchmarks/plots.py draws the pages' pictures. --check writes nothing; exit status 1: a table differs from the results.
@@ -41,6 +41,18 @@ def table(page: str, name: str, head: str) -> Callable[[Callable[[], Rows]], Cal
         return rows
 
     return add
+
+
+# docs/performance.md
+
+
+@table("performance", "conversion", " | copy | checksum")
+def conversion() -> Rows:
+    kept = results("convert_host")
+    for way, samples in kept["samples"].items():
+        if not way.endswith(", checksum"):
+            both = samples, kept["samples"][f"{way}, checksum"]
+            yield way, *(f"{kept['bytes'] / median(of) / 1e9:.2f}" for of in both)
 
 
 # docs/gpu.md

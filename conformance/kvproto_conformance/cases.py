@@ -197,6 +197,11 @@ def _inline(file: Json, row: Json) -> Asked:
     yield "inline", (Ask(question, row["expected"]),)
 
 
+def _converted(file: Json, row: Json) -> Asked:
+    asked = {key: row[key] for key in ("conversion", "dtype", "data", "scales", "blocks")}
+    yield "convert", (Ask({"op": "convert", **asked}, row["expected"]),)
+
+
 def _json_form(file: Json, row: Json) -> Asked:
     """Cases of a reader of the JSON form: it answers canonical bytes, or a refusal."""
     kind = "struct" if "struct" in row else "message"
@@ -215,6 +220,7 @@ _CLAUSES = {"verify": "KVP-VERIFY-SOURCE", "stream": "KVP-STG-ORDER"}
 _FILES: dict[str, Callable[[Json, Json], Asked]] = {
     "codec/*.json": _codec, "json.json": _json_form, "streams.json": _streamed, "negotiation.json": _negotiated,
     "dcp.json": _dealt, "plan/*.json": _planned, "lowering*.json": _lowered, "late.json": _late, "inline.json": _inline,
+    "conversion.json": _converted,
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvproto_conformance.codec import Refusal, write_struct
 from kvproto_conformance.codec.facts import LIMITS, PART_NAMES
+from kvproto_conformance.conversion import check_parts, check_share
 from kvproto_conformance.sections import lane
 
 Json = dict[str, Any]
@@ -81,6 +82,7 @@ def _group(group: Json, at: str) -> None:
         _need(all(lane(part) == int(part["lane_bytes"]) and part["lanes"] == "1" for part in parts), f"{at}.kind")
         _need((group["model"], group["rows"], step) == ("0", "1", 1), f"{at}.kind")
     _need(not group.get("partial") or group["kind"] in ("PAGE", "RING"), f"{at}.partial")
+    check_parts(group, at)
     names = {part["name"] for part in parts}
     _need(all(len(names & {row, *aliases}) < 2 for row, aliases in PART_NAMES.items()), f"{at}.parts")
     if group["cp_size"] == "1":
@@ -123,6 +125,7 @@ def _share(group: Json, share: Json, at: str) -> None:
     for spans in map(sorted, taken.values()):
         apart = all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
         _need(bool(spans) and apart, f"{at}.lanes")
+    check_share(group, share, at)
 
 
 def _need(good: bool, path: str) -> None:

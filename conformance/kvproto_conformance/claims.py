@@ -67,6 +67,7 @@ SUITES = {
     "merge": Suite("L2", _SIDES, "attention over shares made one", "merge"),
     "verify": Suite("L2", _SIDES, "checksums", "verify"),
     "stream": Suite("L2", _SIDES, "the order in which bytes are packed", "staged"),
+    "convert": Suite("L2", _SIDES, "bytes in another form", "conversion"),
     "inline": Suite("L2", _SINKS, "Data under credit", "inline"),
     "session": Suite("L3", _SIDES, "a live engine, from Hello to Goodbye, every byte by coordinate"),
     "robust": Suite("L4", _SIDES, "the same beside peers that misbehave"),

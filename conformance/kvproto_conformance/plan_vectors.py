@@ -15,7 +15,7 @@ from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Part
-from kvproto_conformance import deals_vectors
+from kvproto_conformance import conversion_vectors, deals_vectors
 from kvproto_conformance.checking import beyond
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.planner import plan
@@ -423,7 +423,11 @@ def _parts(**changes: Any) -> tuple[Part, ...]:
     return tuple(attrs.evolve(p, **changes) for p in gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16).parts)
 
 
-FILES: dict[str, Callable[[], Iterator[Case]]] = {"plan.json": cases, "deals.json": deals_vectors.cases}
+FILES: dict[str, Callable[[], Iterator[Case]]] = {
+    "plan.json": cases,
+    "deals.json": deals_vectors.cases,
+    "conversion.json": conversion_vectors.cases,
+}
 
 
 def row(id: str, clause: str, pair: Pair, features: list[str], note: str) -> dict[str, Any]:

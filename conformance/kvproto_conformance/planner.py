@@ -17,6 +17,7 @@ from typing import Any
 from kvproto_conformance.checking import check
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.codec.facts import LIMITS, OPTIONAL, PART_NAMES
+from kvproto_conformance.conversion import converted
 from kvproto_conformance.electing import Piece, elect
 from kvproto_conformance.sections import lane, place
 
@@ -53,6 +54,8 @@ def _planned(source: Json, sink: Json, features: Iterable[str]) -> tuple[list[Ro
     for side in (source, sink):
         check(side)
     _facts(source, sink)
+    if "CONVERT" in features:
+        source = converted(source, sink)
     cold: set[str] = set()
     if "COLD_DRAFT" in features:
         cold = _models(sink) - _models(source) - {"0"}

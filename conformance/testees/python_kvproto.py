@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from kvproto import KvprotoError, local_row, most_before, owned_before, owner
+from kvproto.copying.converting import convert
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.grants import begins_of, check_grants, cut_to_begins, held_from
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
+from kvproto.planning.conversion import Made
 from kvproto.planning.geometry import decode_geometry, encode_geometry, owns, validate
 from kvproto.planning.plan import Box, Route, plan
 from kvproto.rank.pool import columns_without_gaps
@@ -265,15 +267,29 @@ def inline(question: Json) -> Json:
     return {"unpacked": str(into.unpacked), "counted": str(came.bytes), **refused}
 
 
+def converted(question: Json) -> Json:
+    """Convert one lane; say the scales too, if they are made of it."""
+    data, scales = (np.frombuffer(bytes.fromhex(question[key]), np.uint8)[None] for key in ("data", "scales"))
+    if question["conversion"] == "e4m3_tensor":
+        blocks, read = 0, int(scales.view("<u4")[0, 0])
+    else:
+        blocks, read = int(question["blocks"]), scales if scales.size else 0
+    if question["dtype"] == "F8E4M3":
+        return {"data": convert(Made.WIDE, data, read, blocks).tobytes().hex()}
+    found = {"data": convert(Made.NARROW, data, read, blocks).tobytes().hex()}
+    made = {} if scales.size else {"scales": convert(Made.SCALES, data, 0, blocks).tobytes().hex()}
+    return found | made
+
+
 OPS = {
     "negotiate": negotiated,
     "owner": deal, "length": deal, "pages": deal, "slots": deal, "merge": merge,
     "plan": planned, "lower": copies, "checksums": sums, "late": late, "stream": packed,
-    "inline": inline, "decode_stream": streamed,
+    "inline": inline, "convert": converted, "decode_stream": streamed,
 }  # fmt: skip
 
-EXTENSIONS = ["json", "streams", "deals", "sections", "spread", "cold", "merge", "verify", "staged", "inline",
-              "epochs", "intent", "pull", "catalogue", "storage"]  # fmt: skip
+EXTENSIONS = ["json", "streams", "deals", "sections", "conversion", "spread", "cold", "merge", "verify", "staged",
+              "inline", "epochs", "intent", "pull", "catalogue", "storage"]  # fmt: skip
 HELLO = {"driver": 1, "spec": f"{tables.MAJOR}.{tables.MINOR}", "name": "kvproto", "version": version("kvproto"),
          "language": "python", "role": "both", "level": "L2", "extensions": EXTENSIONS}  # fmt: skip
 

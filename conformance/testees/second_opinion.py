@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvproto_conformance import dcp, inline, late, lowering, negotiation, planner
+from kvproto_conformance import conversion, dcp, inline, late, lowering, negotiation, planner
 from kvproto_conformance.checking import check
 from kvproto_conformance.codec import Refusal, read_frame, read_stream, read_struct, write_frame, write_struct
 from kvproto_conformance.codec.facts import MAJOR, MESSAGES, MINOR, STRUCTS
@@ -40,11 +40,12 @@ OPS: dict[str, Callable[[Json], Json]] = {
     "checksums": lambda q: {"checksums": lowering.sums(q["source"], q["sink"])},
     "stream": lambda q: {"stream": lowering.stream(q["source"], q["sink"])},
     "inline": lambda q: inline.taken(int(q["length"]), int(q["total"]), q["data"]),
+    "convert": conversion.convert,
     "late": lambda q: late.served(q["group"], q["cp_rank"], q["grant"], [int(token) for token in q["since"]]),
     **dict.fromkeys(("owner", "length", "pages", "slots", "merge"), dcp.answer),
 }
-EXTENSIONS = ["json", "streams", "deals", "sections", "spread", "cold", "merge", "verify", "staged", "inline",
-              "epochs", "intent", "pull", "catalogue", "storage"]  # fmt: skip
+EXTENSIONS = ["json", "streams", "deals", "sections", "conversion", "spread", "cold", "merge", "verify", "staged",
+              "inline", "epochs", "intent", "pull", "catalogue", "storage"]  # fmt: skip
 HELLO = {
     "driver": 1,
     "spec": f"{MAJOR}.{MINOR}",

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from kvproto.catalog.config import Config, draft_of
 from kvproto.catalog.engines import ENGINES, pools
 from kvproto.catalog.models import PRESETS, Setup, describe
@@ -15,8 +17,10 @@ from kvproto.cli.plans import IGNORE, read_config
 from kvproto.cli.slices import aligned
 from kvproto.errors import bad
 from kvproto.planning.cache import BLOCK_SCALED
+from kvproto.planning.conversion import stating
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import DEALS, Parallel
+from kvproto.planning.parts import CONVERSIONS
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind, word
 
@@ -83,6 +87,7 @@ def _options() -> dict[str, dict[str, Any]]:
         "--kv-dtype": {"metavar": "NAME", "help": f"element type of pages: {kv_dtypes}"},
         "--replica": number | {"default": 0, "help": "number of this replica (default 0)"},
         "--fact": {"action": "append", "default": [], "metavar": "NAME=VALUE", "help": "an identity that both sides must share"},
+        "--convert": {"metavar": "NAME[=SCALE]", "help": f"a conversion that it states, {', '.join(CONVERSIONS)}; an FP8 cache has its scales by the latter"},
         "--engine": {"choices": ENGINES, "help": "describe this engine's own pools, with its defaults"},
     }  # fmt: skip
 
@@ -148,7 +153,21 @@ def _described(args: argparse.Namespace) -> Iterator[str]:
     dtype = args.kv_dtype if args.kv_dtype in (None, *BLOCK_SCALED) else DType[args.kv_dtype]
     page, facts = 64 if args.page is None else args.page, dict(pairs)
     more = args.replica, facts, args.sharded, args.replicated, own
-    yield json.dumps(to_json(describe(configs[0], configs[1:], parallel, page, dtype, *more)))
+    yield _line(args, describe(configs[0], configs[1:], parallel, page, dtype, *more))
+
+
+def _line(args: argparse.Namespace, geometry: Geometry) -> str:
+    """A Description as a line of JSON, which states a conversion if one is asked for; raises LocalError."""
+    if args.convert is not None:
+        name, _, scale = args.convert.partition("=")
+        if name not in CONVERSIONS:
+            raise bad("convert", ", ".join(CONVERSIONS), name)
+        narrow = {part.name for g in geometry.groups for part in g.parts if part.dtype == CONVERSIONS[name][1]}
+        scales = dict.fromkeys(narrow, float(scale)) if scale else {}
+        groups = tuple(stating(group, (name,), scales) for group in geometry.groups)
+        geometry = attrs.evolve(geometry, groups=groups)
+        validate(geometry)
+    return json.dumps(to_json(geometry))
 
 
 def _configs(args: argparse.Namespace) -> list[Config]:
@@ -186,7 +205,7 @@ def _engine_lines(
     if args.state_dtype and all(part.name != "ssm" for group in pooled.geometry.groups for part in group.parts):
         raise bad("state_dtype", "a model with recurrent states beside it", args.state_dtype)
     if not args.tensors:
-        yield json.dumps(to_json(pooled.geometry))
+        yield _line(args, pooled.geometry)
         return
     ranks = len(pooled.geometry.ranks)
     if not 0 <= args.rank < ranks:

@@ -20,6 +20,7 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window
 from kvproto.errors import KvprotoError
 from kvproto.planning.compare import unstated
+from kvproto.planning.conversion import converted
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Plan, differences, plan
@@ -33,7 +34,7 @@ REFUSED = 3
 """The exit status if two Descriptions do not fit."""
 _MOST_TOKENS = 1 << 24
 _LETTERS = "TDEFGHIJ"
-_FEATURES = (Feature.SPREAD_ONE, Feature.FEW_SOURCES, Feature.COLD_DRAFT)
+_FEATURES = (Feature.SPREAD_ONE, Feature.FEW_SOURCES, Feature.COLD_DRAFT, Feature.CONVERT)
 
 
 def _tokens(text: str) -> int:
@@ -51,6 +52,7 @@ _SWITCHES = {
     "--spread-one": "feature SPREAD_ONE: read replicated bytes from the lowest rank",
     "--few-sources": "feature FEW_SOURCES: await few of the ranks that have the same bytes",
     "--cold-draft": "feature COLD_DRAFT: let a draft that prefill lacks start cold",
+    "--convert": "feature CONVERT: convert parts of which both Descriptions state the conversion",
 }
 _ORDER: dict[str, Any] = {"choices": ("NHD", "HND"), "default": "NHD", "help": "order within a page (default NHD)"}
 _PLAN_OPTIONS: dict[str, dict[str, Any]] = {
@@ -89,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         return compatible(agreed, differences(source, sink), unstated(source, sink), args.json)
     request = args.first_token, args.tokens, (args.source_layout, args.sink_layout)
     moved = programs(source, sink, agreed, request)
+    source_as_sent = converted(source, sink) if Feature.CONVERT in features else source
     rules = spreads(source, sink, features, request, costs)
     if args.html is not None:
         sizes = {pair: program.bytes for pair, program in moved.items()}
@@ -97,11 +100,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         data = _as_json(sink, agreed, moved, costs) | {"rules": as_data(rules), "costs": str(file) if file else ORIGIN}
         if args.slices:
-            data["slices"] = as_json(slices(source, sink, agreed))
+            data["slices"] = as_json(slices(source_as_sent, sink, agreed))
         print(json.dumps(data))
         return 0
     if args.slices:
-        lines = table(slices(source, sink, agreed))
+        lines = table(slices(source_as_sent, sink, agreed))
     else:
         by = f"by {file}" if file else ORIGIN
         picture = _picture(source, sink, agreed, moved, args.first_token, args.tokens)

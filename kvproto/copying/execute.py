@@ -16,8 +16,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.program import OP, CopyProgram, IntArray, Operations, RowMap, Side
+from kvproto.copying.converting import convert
+from kvproto.copying.program import CONVERTING_OP, OP, PLACE, CopyProgram, IntArray, Operations, RowMap, Side
+from kvproto.planning.conversion import SIZE, Made
 from kvproto.planning.kinds import KINDS
+from kvproto.wire.enums import DType
 from kvproto.wire.messages import Group
 
 Regions = Mapping[int, memoryview]
@@ -37,8 +40,8 @@ def execute(program: CopyProgram, sources: Regions, sinks: Regions) -> int:
     for batch in _batches(program):
         rows = program.maps[batch.first[0]]
         for length, runs in lengths[batch.first[0]]:
-            src, dst = _view(batch, "source", length, sources), _view(batch, "sink", length, sinks)
-            data = src[..., rows.source_item[runs], rows.source_row[runs], :, :, :]
+            dst = _view(batch, "sink", length, sinks)
+            data = _read(batch, "source", length, sources, rows.source_item[runs], rows.source_row[runs])
             dst[..., rows.sink_item[runs], rows.sink_row[runs], :, :, :] = data
     return program.bytes
 
@@ -49,8 +52,13 @@ class _Batch:
 
     first: tuple[int, ...]
     ops: npt.NDArray[np.void]
-    steps: dict[Side, int]
-    """Bytes from one operation to the next."""
+    steps: dict[str, int]
+    """Bytes from one operation to the next, on each side and of its scales."""
+
+    @property
+    def converts(self) -> bool:
+        """Whether these operations convert."""
+        return len(self.first) > len(_FIELDS) and self.first[_MADE] > 0
 
 
 def _batches(program: CopyProgram) -> Iterator[_Batch]:
@@ -66,22 +74,22 @@ def _batches(program: CopyProgram) -> Iterator[_Batch]:
             yield _Batch(part[0].item(), part, steps)
 
 
-def _stretches(ops: npt.NDArray[np.void]) -> list[tuple[npt.NDArray[np.void], dict[Side, int]]]:
+def _stretches(ops: npt.NDArray[np.void]) -> list[tuple[npt.NDArray[np.void], dict[str, int]]]:
     """The longest stretches of operations that lie equally far apart on both sides, and how far."""
-    fields, begins = np.ascontiguousarray(ops).view(np.int64).reshape(len(ops), len(_FIELDS)), [0]
+    begins, (offsets, same) = [0], _compared(ops.dtype)
+    fields = np.ascontiguousarray(ops).view(np.int64).reshape(len(ops), len(ops.dtype.names or ()))
     steps = fields[1:] - fields[:-1]
-    apart = (steps[:, _SAME] != 0).any(1)
+    apart = (steps[:, same] != 0).any(1)
     bends = apart.copy()
-    bends[1:] |= (steps[1:, _OFFSETS] != steps[:-1, _OFFSETS]).any(1)
+    bends[1:] |= (steps[1:, offsets] != steps[:-1, offsets]).any(1)
     for n in np.flatnonzero(bends).tolist():
         if apart[n] or n > begins[-1]:  # the second of a stretch says how far apart they are
             begins.append(n + 1)
     ends = [*begins[1:], len(ops)]
     return [
-        (ops[begin:end], {"source": source, "sink": sink})
+        (ops[begin:end], dict(zip(_AT, steps[begin, offsets].tolist() if end - begin > 1 else (), strict=False)))
         for begin, end in zip(begins, ends, strict=True)
         if begin < end
-        for source, sink in [steps[begin, _OFFSETS].tolist() if end - begin > 1 else (0, 0)]
     ]
 
 
@@ -107,10 +115,34 @@ def _by_length(rows: RowMap) -> Iterator[tuple[int, IntArray]]:
         yield length, np.flatnonzero(rows.rows == length)
 
 
-def _view(batch: _Batch, side: Side, length: int, regions: Regions) -> Bytes:
+def _read(batch: _Batch, side: Side, length: int, regions: Regions, item: IntArray, row: IntArray) -> Bytes:
+    """Bytes [operation, run, row, lane, byte] of runs as the sink has them; without the first axis of one operation."""
+    runs = (..., item, row, slice(None), slice(None), slice(None))
+    data = _view(batch, side, length, regions)[runs]
+    if side == "sink" or not batch.converts:
+        return data
+    made, blocks, stated = Made(batch.first[_MADE]), batch.first[_BLOCKS], batch.ops["stated"].tolist()
+    data = np.ascontiguousarray(data)
+    if stated[0]:
+        layers = data.reshape(len(stated), -1, data.shape[-1])
+        done = [convert(made, layer, scale, blocks) for layer, scale in zip(layers, stated, strict=True)]
+        return np.concatenate(done).reshape(*data.shape[:-1], -1)
+    scales = _view(batch, "scale", length, regions)[runs] if made == Made.WIDE else 0
+    return convert(made, data, scales, blocks)
+
+
+def converted_rows(op: npt.NDArray[np.void], regions: Mapping[int, Any], item: IntArray, row: IntArray) -> Bytes:
+    """Bytes [row, byte] that an operation [1] which converts gives of single rows."""
+    return _read(_Batch(op[0].item(), op, {}), "source", 1, regions, item, row).reshape(item.size, -1)
+
+
+def _view(batch: _Batch, side: str, length: int, regions: Regions) -> Bytes:
     """A view [operation, item, first row, row of the run, lane, byte] of a region; [item, ...] of one operation."""
     region, offset, item_stride, row_stride, lane_stride, items, rows = batch.first[_AT[side]]
-    shape = [items, rows - length + 1, length, *batch.first[_LANES]]
+    lanes, size = batch.first[_LANES]
+    if side != "sink" and batch.converts:
+        size = batch.first[_SOURCE_BYTES] if side == "source" else batch.first[_BLOCKS] * SIZE[DType.F32]
+    shape = [items, rows - length + 1, length, lanes, size]
     strides = [item_stride, row_stride, row_stride, lane_stride, 1]
     if len(batch.ops) > 1:
         shape, strides = [len(batch.ops), *shape], [batch.steps[side], *strides]
@@ -216,7 +248,7 @@ def _views(program: CopyProgram, regions: Regions, side: Side) -> Iterator[_Summ
         rows, los = program.maps[map], tuple(batch.ops["lo"].tolist())
         item, row = (rows.sink_item, rows.sink_row) if side == "sink" else (rows.source_item, rows.source_row)
         for length, run, index in runs[map]:
-            data = _view(batch, side, length, regions)[..., item[run], row[run], :, :, :]
+            data = _read(batch, side, length, regions, item[run], row[run])
             of_rows = index.reshape(-1) + batch.ops["seed"][:, None]
             yield group, los, of_rows, data.reshape(len(los), index.size, -1)
 
@@ -268,14 +300,20 @@ def _mix(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 _STEP, _LAST, _ONE, _HALF = map(np.uint64, (0x9E3779B97F4A7C15, 31, 1, 0xFFFFFFFF))
 _ROUNDS = tuple((np.uint64(s), np.uint64(f)) for s, f in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)))
 _FIELDS = list(OP.names or ())
+_ALL = list(CONVERTING_OP.names or ())
 _LANES = slice(_FIELDS.index("lanes"), _FIELDS.index("lane_bytes") + 1)
-_AT = {side: slice(at := _FIELDS.index(f"{side}_region"), at + 7) for side in ("source", "sink")}
-"""Positions of each side's fields in an operation."""
-_OFFSETS = [_FIELDS.index(f"{side}_offset") for side in ("source", "sink")]
-_SAME = [
-    n for n, name in enumerate(_FIELDS) if n not in _OFFSETS and name not in ("model", "layer", "part", "lo", "seed")
-]
-"""The fields that operations of a batch share."""
+_MADE, _SOURCE_BYTES, _BLOCKS = map(_ALL.index, ("made", "source_bytes", "blocks"))
+_AT = {side: slice(at := _ALL.index(f"{side}_region"), at + len(PLACE)) for side in ("source", "sink", "scale")}
+"""Positions of the fields of each side, and of the scales, in an operation."""
+_DIFFER = ("model", "layer", "part", "lo", "seed", "stated")
+
+
+@lru_cache(2)
+def _compared(kind: np.dtype[np.void]) -> tuple[list[int], list[int]]:
+    """The fields of operations of a batch that may lie equally far apart, and those that are equal."""
+    names = list(kind.names or ())
+    offsets = [names.index(name) for name in (f"{side}_offset" for side in _AT) if name in names]
+    return offsets, [n for n, name in enumerate(names) if n not in offsets and name not in _DIFFER]
 
 
 @attrs.frozen(eq=False)

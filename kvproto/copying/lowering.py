@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -17,10 +17,22 @@ import numpy.typing as npt
 
 from kvproto.copying.execute import seeds
 from kvproto.copying.grants import rows_of
-from kvproto.copying.program import EMPTY_MAP, OP, CopyProgram, IntArray, Operations, RankLayout, RowMap, Side, Window
+from kvproto.copying.program import (
+    CONVERTING_OP,
+    EMPTY_MAP,
+    OP,
+    CopyProgram,
+    IntArray,
+    Operations,
+    RankLayout,
+    RowMap,
+    Side,
+    Window,
+)
 from kvproto.errors import RemoteError
 from kvproto.planning.arrays import repeated_index
 from kvproto.planning.axes import TOKENS, axis_of
+from kvproto.planning.conversion import Conversion, conversion
 from kvproto.planning.deals import deal, global_rows, local_row, owned_before, owned_within
 from kvproto.planning.geometry import Group, lane_bytes
 from kvproto.planning.kinds import KINDS
@@ -37,7 +49,7 @@ class Pair:
         numbers: dict[tuple[int, int, int, int], int] = {}
         parts: dict[tuple[int, int, int, int], _PartPair] = {}
         self._maps: list[MapSpec] = []
-        tables: list[npt.NDArray[np.void]] = []
+        boxes: list[tuple[_PartPair, Box, int]] = []
         for route in routes:
             dst = sink.groups[route.group]
             for box in route.boxes if KINDS[dst.kind].has_memory else ():
@@ -52,9 +64,12 @@ class Pair:
                 place = (number, box.part, box.layer_lo, box.layer_hi)
                 if place not in parts:
                     parts[place] = _PartPair.of(source, sink, self._maps[number], box)
-                tables += _operations(parts[place], box, number)
-        ops = np.empty(sum(table.size for table in tables), OP)
-        np.concatenate([table.view(_WORDS) for table in tables] or [np.empty(0, _WORDS)], out=ops.view(_WORDS))
+                boxes.append((parts[place], box, number))
+        kind = CONVERTING_OP if any(part.conversion for part in parts.values()) else OP
+        tables = [table for part, box, number in boxes for table in _operations(part, box, number, kind)]
+        words = np.dtype((np.void, kind.itemsize))  # as numpy would compare the fields of all tables that it joins
+        ops = np.empty(sum(table.size for table in tables), kind)
+        np.concatenate([table.view(words) for table in tables] or [np.empty(0, words)], out=ops.view(words))
         ops["seed"] = seeds(ops)
         maps = tuple(attrs.evolve(EMPTY_MAP, whole=m.whole) for m in self._maps)
         steps = tuple(m.sink.tokens_per_row for m in self._maps)
@@ -90,8 +105,6 @@ def _flat(columns: Columns, group: Group) -> bool:
     return bool((columns.item_stride == rows).all())
 
 
-_WORDS = np.dtype((np.void, OP.itemsize))
-"""An operation as bytes, since numpy would compare the fields of all tables that it joins."""
 _STRIDES = ("item_stride", "row_stride", "lane_stride")
 _PLACE = ("region", "offset", "item_stride", "row_stride", "items")
 _LayerColumn = dict[str, IntArray]
@@ -114,7 +127,7 @@ class _LanePiece:
 class _StoredPart:
     """The place where one side stores some layers of a part: its column, or a column for each of its sections."""
 
-    side: Side
+    side: Side | Literal["scale"]
     layout: RankLayout
     group: Group
     flat: bool
@@ -123,9 +136,9 @@ class _StoredPart:
     """By part index."""
 
     @classmethod
-    def of(cls, side: Side, layout: RankLayout, m: MapSpec, box: Box) -> _StoredPart:
-        group, flat = (m.source, m.source_flat) if side == "source" else (m.sink, m.sink_flat)
-        name, layers = m.sink.parts[box.part].name, np.arange(box.layer_lo, box.layer_hi)
+    def of(cls, side: Side | Literal["scale"], layout: RankLayout, m: MapSpec, name: str, box: Box) -> _StoredPart:
+        group, flat = (m.sink, m.sink_flat) if side == "sink" else (m.source, m.source_flat)
+        layers = np.arange(box.layer_lo, box.layer_hi)
         parts = [p for p, part in enumerate(group.parts) if part.name == name]
         return cls(side, layout, group, flat, {p: _layer_column(layout, group, p, layers) for p in parts})
 
@@ -142,8 +155,16 @@ class _StoredPart:
         ]
         return sorted(pieces, key=lambda piece: piece.lo)
 
-    def _column_pieces(self, p: int, stride: int, box: Box, fine: int) -> Iterator[_LanePiece]:
-        """The lane bytes of a box that one column stores."""
+    def whole_lanes(self, box: Box, layer: int, lane: int) -> list[_LanePiece]:
+        """The same of whole lanes, which have `lane` bytes at the sink and are places there: each lane apart."""
+        size = self.lane_bytes
+        own = box._replace(lo=box.lo // lane * size, hi=box.hi // lane * size)
+        ((part, column),) = self.columns.items()
+        pieces = self._column_pieces(part, int(column["lane_stride"][layer]), own, size, join=False)
+        return [attrs.evolve(piece, lo=piece.lo // size * lane, hi=piece.hi // size * lane) for piece in pieces]
+
+    def _column_pieces(self, p: int, stride: int, box: Box, fine: int, join: bool = True) -> Iterator[_LanePiece]:
+        """The lane bytes of a box that one column stores; `join`: whether lanes that touch are one."""
         part = self.group.parts[p]
         size, whole, at = part.lane_bytes, lane_bytes(part), part.at or 0
         for first, last, local in self.layout.spans(self.group.id, p, box.lo // whole, -(-box.hi // whole)):
@@ -157,7 +178,7 @@ class _StoredPart:
                         yield _LanePiece(cut, stop, p, (local + lane - first) * stride + cut - begin, 0)
                         cut = stop
                 continue
-            touching, cut = stride == size, x
+            touching, cut = join and stride == size, x
             while cut < y:
                 lane, within = divmod(cut - first * size, size)
                 if touching:
@@ -206,24 +227,37 @@ class _PartPair:
     alike: list[IntArray]
     """Indices of layers whose columns have equal strides."""
     fine: int
-    """Bytes of the smaller lane."""
+    """Bytes of the smaller lane; of the sink's, if lanes are converted."""
+    conversion: Conversion | None
+    scales: _StoredPart | None
+    """The source's scales that are read too."""
 
     @classmethod
     def of(cls, source: RankLayout, sink: RankLayout, m: MapSpec, box: Box) -> _PartPair:
-        from_, to = _StoredPart.of("source", source, m, box), _StoredPart.of("sink", sink, m, box)
-        columns = *from_.columns.values(), *to.columns.values()
+        name, rule = m.sink.parts[box.part].name, conversion(m.source, m.sink, box.part)
+        of = m.source.parts[rule.part].name if rule else name
+        from_, to = _StoredPart.of("source", source, m, of, box), _StoredPart.of("sink", sink, m, name, box)
+        scales = None
+        if rule is not None and rule.scales is not None:
+            scales = _StoredPart.of("scale", source, m, m.source.parts[rule.scales].name, box)
+        columns = [column for stored in (from_, to, scales) if stored for column in stored.columns.values()]
         strides = np.stack([column[name] for column in columns for name in _STRIDES])
         alike = [np.arange(strides.shape[1])]
         if (strides != strides[:, :1]).any():  # only in odd pools
             _, kind = np.unique(strides, axis=1, return_inverse=True)
             alike = [np.flatnonzero(kind.reshape(-1) == k) for k in range(kind.max() + 1)]
-        return cls(from_, to, alike, min(from_.lane_bytes, to.lane_bytes))
+        fine = to.lane_bytes if rule else min(from_.lane_bytes, to.lane_bytes)
+        return cls(from_, to, alike, fine, rule, scales)
 
 
-def _operations(parts: _PartPair, box: Box, number: int) -> Iterator[npt.NDArray[np.void]]:
+def _operations(parts: _PartPair, box: Box, number: int, kind: np.dtype[np.void]) -> Iterator[npt.NDArray[np.void]]:
     """Operations of a box over the map of that number, without seeds: tables of layers that share their lane pieces."""
     for layers in parts.alike:
-        ours, theirs = (stored.pieces(box, layers[0], parts.fine) for stored in (parts.source, parts.sink))
+        theirs = parts.sink.pieces(box, layers[0], parts.fine)
+        if parts.conversion:
+            ours = parts.source.whole_lanes(box, layers[0], parts.fine)
+        else:
+            ours = parts.source.pieces(box, layers[0], parts.fine)
         both = list(_cut_alike(ours, theirs, parts.fine))
         if not both:
             continue
@@ -231,11 +265,18 @@ def _operations(parts: _PartPair, box: Box, number: int) -> Iterator[npt.NDArray
         lo, hi = (np.array([getattr(piece, end) for piece in from_])[:, None] for end in ("lo", "hi"))
         touching = np.array([a.stride == b.stride == 0 for a, b in both])[:, None]
         unit = np.where(touching, hi - lo, parts.fine)
-        ops = np.zeros((len(both), layers.size), OP)
+        ops = np.zeros((len(both), layers.size), kind)
         ops["map"], ops["group"], ops["model"], ops["part"] = number, parts.sink.group.id, box.model, box.part
         ops["layer"], ops["lo"], ops["lanes"], ops["lane_bytes"] = layers + box.layer_lo, lo, (hi - lo) // unit, unit
         parts.source.place(ops, from_, layers, unit)
         parts.sink.place(ops, to, layers, unit)
+        if (rule := parts.conversion) is not None:
+            ops["made"], ops["source_bytes"], ops["blocks"] = rule.made, parts.source.lane_bytes, rule.blocks
+            if rule.stated is not None:
+                ops["stated"] = rule.stated[layers + box.layer_lo if rule.stated.size > 1 else 0]
+        if parts.scales is not None:
+            scales = parts.scales.whole_lanes(box, layers[0], parts.fine)
+            parts.scales.place(ops, [piece for piece, _ in _cut_alike(scales, theirs, parts.fine)], layers, unit)
         yield ops.ravel()
 
 

@@ -40,7 +40,17 @@ byte on the part's lane axis; `group` is the sink's. `items` and `rows` are the 
 (item_stride = rows * row_stride in all layers of the group), a pool is one item of items * rows rows, and runs continue
 across items. `seed` is that of the row weights of its checksum.
 """
+CONVERTING_OP = np.dtype(
+    [*((name, OP[name]) for name in OP.names or ())]
+    + [(name, np.int64) for name in ("made", "source_bytes", "blocks", "stated", *(f"scale_{name}" for name in PLACE))]
+)
+"""An operation of a table in which some convert (`made` of `kvproto.planning.conversion.Made`; 0: bytes as they are).
+
+Lanes have `source_bytes` bytes at the source. Scales are read at the source from the places `scale_...` with `blocks`
+float32 a lane, or are the bits `stated`, or are made.
+"""
 _FIELDS = list(OP.names or ())
+_SEED = _FIELDS.index("seed")
 _ALIKE = itemgetter(*map(_FIELDS.index, ("map", "group", "lo", "lanes", "lane_bytes")))
 """The fields that operations which are summed together share."""
 _PLACED = {
@@ -58,6 +68,11 @@ class Operations:
 
     table: npt.NDArray[np.void]
     """Table [operations] of dtype OP."""
+
+    @property
+    def converts(self) -> bool:
+        """Whether some operations convert, so that their bytes differ on the two sides."""
+        return self.table.dtype == CONVERTING_OP
 
     @cached_property
     def row_bytes(self) -> list[int]:
@@ -77,6 +92,8 @@ class Operations:
         return {"source": self._places("source"), "sink": self._places("sink")}
 
     def _places(self, side: Side) -> list[_Place] | None:
+        if side == "source" and self.converts:
+            return None
         places = []
         for map, lanes, lane_bytes, *place in (_PLACED[side](op) for op in self.table.tolist()):
             region, offset, item_stride, row_stride, lane_stride, items, rows = place
@@ -89,7 +106,7 @@ class Operations:
     def alike(self) -> list[tuple[int, int, int, int, UIntArray]]:
         """Operations summed together: map, sink's group, first byte on the lane axis, bytes of a row, seeds [n, 1]."""
         return [
-            (map, group, lo, lanes * lane_bytes, np.array([op[-1] for op in ops], np.uint64)[:, None])
+            (map, group, lo, lanes * lane_bytes, np.array([op[_SEED] for op in ops], np.uint64)[:, None])
             for (map, group, lo, lanes, lane_bytes), ops in groupby(self.table.tolist(), _ALIKE)
         ]
 

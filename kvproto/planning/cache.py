@@ -13,8 +13,10 @@ import attrs
 from kvproto.errors import LocalError, bad, check_type, check_whole
 from kvproto.planning import geometry as g
 from kvproto.planning.axes import TOKENS
+from kvproto.planning.conversion import stating
 from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import KINDS
+from kvproto.planning.parts import CONVERSIONS
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
 BITS: dict[int, int] = {
@@ -147,6 +149,21 @@ class Cache:
             self._check_paged(f"over.{name}")
         dealt = True if deals_it and self.dealt is None and KINDS[self.group.kind].paged else self.dealt
         return attrs.evolve(self, own=own, copies=copies, dealt=dealt)
+
+    def converts(self, *names: str, scales: Mapping[str, float | Sequence[float]] | None = None) -> Cache:
+        """The same cache, for peers that have it in the other form of one of these conversions (feature CONVERT).
+
+        `names` are those of spec/v1/conversion.md: "e4m3_block" if scales are parts of the FP8 cache (`scale_block`),
+        or "e4m3_tensor", whose FP8 cache states them: `scales` has, by part, one for all layers, or one for each layer
+        id from 0 on. Raises LocalError(OUT_OF_RANGE) for names or parts that there are not.
+        """
+        for name in names:
+            if name not in CONVERSIONS:
+                raise bad("Cache.converts", ", ".join(CONVERSIONS), repr(name))
+        stated = dict(scales or {})
+        if unknown := stated.keys() - {part.name for part in self.group.parts}:
+            raise bad("Cache.converts", ", ".join(part.name for part in self.group.parts), repr(min(unknown)))
+        return attrs.evolve(self, group=stating(self.group, names, stated))
 
     def replicated(self) -> Cache:
         """The same cache with every token on each context-parallel rank, for the heads of its TP rank."""

@@ -10,10 +10,11 @@ import numpy as np
 from kvproto.errors import PlanError
 from kvproto.planning.axes import axis_of
 from kvproto.planning.cache import BITS
+from kvproto.planning.conversion import converted, shared_name
 from kvproto.planning.deals import deal_text, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import KINDS
-from kvproto.planning.parts import ALIASES, SCALES, SHARE_OF
+from kvproto.planning.parts import ALIASES, CONVERSIONS, SCALES, SHARE_OF
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 
 COMPARED = ("weights.target", "tokenizer", "rope.target", "kv_scales.target")
@@ -25,9 +26,15 @@ _KEYS = {"facts": "name", "groups": "name", "parts": "name", "ranks": "rank", "o
 
 
 def differences(source: Geometry, sink: Geometry) -> list[tuple[str, str, str]]:
-    """Differences that two sides can pair with: (path, the source's value, the sink's value) of facts and layers."""
+    """Differences that two sides have paired with: (path, the source's value, the sink's) of facts, dtypes, layers."""
     facts = [d[:3] for d in _fact_differences(source, sink) if d[3] == FactRule.WARN]
-    return [*facts, *_left_out(source, sink)]
+    there = converted(source, sink)
+    dtypes = [
+        (f"groups[{group.name}].parts[{part.name}].dtype", word(DType, part.dtype), word(DType, other.dtype))
+        for group, to in zip(source.groups, there.groups, strict=True)
+        for part, other in ((p, o) for p in group.parts for o in to.parts if p.name == o.name and p.dtype != o.dtype)
+    ]
+    return [*facts, *dtypes, *_left_out(there, sink)]
 
 
 def _left_out(source: Geometry, sink: Geometry) -> Iterator[tuple[str, str, str]]:
@@ -142,7 +149,7 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
     ):
         same = a.lanes * sizes[0] == b.lanes * sizes[1] if code == ErrorCode.LANE_MISMATCH else mine == yours
         if not same:
-            raise PlanError(code, where, mine, yours, "make the two sides equal")
+            raise PlanError(code, where, mine, yours, _advice(code, a, b))
     if max(sizes) % min(sizes):
         mine, yours = map(str, sizes)
         raise PlanError(ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", mine, yours, "use an integer multiple")
@@ -154,6 +161,15 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
         if deals[0] != deals[1] or not same_deal(src, dst):
             advice = "items of a group with an opaque part move whole: page and deal all its parts alike"
             raise PlanError(ErrorCode.LAYOUT_OPAQUE, f"{path}.rows", deals[0], deals[1], advice)
+
+
+def _advice(code: ErrorCode, a: Part, b: Part) -> str:
+    names = [name for name, row in CONVERSIONS.items() if {a.dtype, b.dtype} == {*row[:2]}]
+    if code != ErrorCode.DTYPE_MISMATCH or not names:
+        return "make the two sides equal"
+    if name := shared_name(a, b):
+        return f"both state {name}: choose feature CONVERT too, over a transport that converts (check --convert)"
+    return f"make the two sides equal, or state one conversion on both: {', '.join(names)} (Cache.converts)"
 
 
 def _extent(part: Part) -> str:

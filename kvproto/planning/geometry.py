@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvproto.errors import PlanError
-from kvproto.planning import limits
+from kvproto.planning import conversion, limits
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.parts import ALIASES
 from kvproto.wire import decode_struct, encode_struct
@@ -146,6 +146,8 @@ def _check_group(group: Group, path: str) -> None:
         raise _bad(f"{path}.kind", "hand-off data of model 0, one row, parts of one lane", shape)
     if group.partial and not (KINDS[group.kind].paged or KINDS[group.kind].wraps):
         raise _bad(f"{path}.partial", "rows of tokens, in pages or rings", ItemKind(group.kind).name)
+    for at, mine, yours in conversion.flaws(group):
+        raise _bad(f"{path}.{at}", mine, yours)
     stated: dict[str, str] = {}
     for part in group.parts:
         other = stated.setdefault(ALIASES.get(part.name, part.name), part.name)
@@ -217,6 +219,8 @@ def _check_owns(group: Group, share: Owns, path: str) -> None:
         if not spans or any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False)):
             wanted = f"disjoint spans of each part, at least one for {group.parts[p].name}"
             raise _bad(f"{path}.lanes", wanted, str(spans))
+    if flaw := conversion.share_flaw(group, share, by_part):
+        raise _bad(f"{path}.{flaw[0]}", *flaw[1:])
 
 
 def _bad(path: str, mine: str, yours: str) -> PlanError:

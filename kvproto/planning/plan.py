@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvproto.planning.arrays import IntArray, distinct_rows, repeated_index, stretch_bounds
 from kvproto.planning.compare import check_facts, differences, left_behind, missing, name_of
+from kvproto.planning.conversion import converted
 from kvproto.planning.cutting import (
     Cutter,
     OwnedInterval,
@@ -186,10 +187,13 @@ def _sorted(rows: _Cut, by: tuple[npt.NDArray[Any], ...]) -> _Cut:
 def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Plan:
     """Make the plan from two Descriptions that `validate` accepts; both sides get the same one, byte for byte.
 
-    `features` are those of the session; SPREAD_ONE and COLD_DRAFT change the plan. Raises PlanError of class
-    incompatible, with the source's value as `mine` and the sink's as `yours` (KVP-GEO-FACT, KVP-PLAN-*).
+    `features` are those of the session; SPREAD_ONE, FEW_SOURCES, COLD_DRAFT and CONVERT change the plan. Raises
+    PlanError of class incompatible, with the source's value as `mine` and the sink's as `yours` (KVP-GEO-FACT,
+    KVP-PLAN-*); what CONVERT converts, it compares in the sink's form.
     """
     check_facts(source, sink)
+    if Feature.CONVERT in features:
+        source = converted(source, sink)
     try:
         have, want = owned_intervals(source), owned_intervals(sink)
     except LookupError:

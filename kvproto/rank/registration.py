@@ -24,6 +24,7 @@ def features_of(transports: Sequence[Transport], options: Options) -> tuple[Feat
         Feature.VERIFY_PAGES: options.verify == "pages",
         Feature.PULL: options.pull,
         Feature.COLD_DRAFT: options.cold_draft,
+        Feature.CONVERT: any(transport.capabilities.converts for transport in transports),
         Feature.FEW_SOURCES: options.spread == "few",
         Feature.SPREAD_ONE: options.spread == "one",
         Feature.INTENT: True,
@@ -105,6 +106,10 @@ def map_peer(
     for transport in (by_code[code] for code in offered if code in by_code):
         mapping = None
         try:
+            if pair.nothing.operations.converts and not transport.capabilities.converts:
+                mine, yours = "a transport that converts (SHM, INLINE)", transport.capabilities.code.name
+                advice = "offer one of these too, or keep the cache in one dtype on both sides"
+                raise RemoteError(ErrorCode.NO_TRANSPORT, "regions[0].handles", mine, yours, advice)
             connection = transport.connect(message.regions, named, writes, features, attestation)
             mapping = PeerMapping(message, described, transport, pair, connection)
             if own is not None:

@@ -169,6 +169,8 @@ class Capabilities:
     """Whether moves to several sinks are better started together, in which case they end together."""
     incremental: bool
     """Whether a request may go in several copies, the first of them while later layers are being computed."""
+    converts: bool = False
+    """Whether it runs programs that convert (feature CONVERT); others it must not be given."""
     first_part_ratio: float = 0.0
     """Start the first part when it has this many times the rows still to be computed; 0: as soon as it is there."""
     poll_interval: float | None

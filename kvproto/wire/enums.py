@@ -107,6 +107,7 @@ class Feature(IntEnum):
     FEW_SOURCES = 10
     SPANS = 11
     CATALOGUE = 12
+    CONVERT = 13
 
 
 class ErrorCode(IntEnum):

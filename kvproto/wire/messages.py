@@ -86,6 +86,8 @@ class Part:
     encoding: str | None = field(default=None, metadata=row(5, "str", min=1, max=64))
     at: int | None = field(default=None, metadata=row(6, "u32", unit="byte"))
     whole: int | None = field(default=None, metadata=row(7, "u32", min=1, unit="byte"))
+    x_conversions: tuple[str, ...] | None = field(default=None, metadata=row(32776, "list<str>", min=1, max=16))
+    x_scales: UIntArray | None = field(default=None, eq=_same, hash=False, metadata=row(32777, "array<u32>", min=1, max=8192))
 
 @frozen(kw_only=True)
 class Rank:

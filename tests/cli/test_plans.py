@@ -331,3 +331,24 @@ def test_names_in_the_page_are_text(files: dict[str, str], tmp_path: Path) -> No
     for written in re.findall(r"(?:innerHTML =|insertAdjacentHTML\(|inner \+=|strip \+=)(.*)", page):
         names = re.findall(r"\w+\.name", written)
         assert [f"text({name})" for name in names] == re.findall(r"text\(\w+\.name\)", written)
+
+
+def test_conversion_is_stated_and_chosen(tmp_path: Path, ran: Ran) -> None:
+    """A BF16 Description and an FP8 one fit if both state a conversion; what it does to dtypes is a warning."""
+    sides = []
+    for name, more in (("p", ["--tp", "8"]), ("d", ["--tp", "4", "--kv-dtype", "F8E4M3"])):
+        stated = "e4m3_tensor" + "=0.03" * (name == "d")
+        sides.append(tmp_path / f"{name}.json")
+        sides[-1].write_text(ran("describe", "--preset", "llama-3-70b", *more, "--convert", stated))
+    assert "both state e4m3_tensor: choose feature CONVERT too" in ran("check", *sides, status=3)
+    warning = "warning: groups[target].parts[k].dtype: prefill has BF16, decode has F8E4M3"
+    assert warning in ran("check", *sides, "--convert")
+    last = "target.v  P7           layers 0-79; lanes 7  layers 0-79; lanes 1  layers 0-79; lanes 0\n"
+    assert ran("plan", *sides, "--convert", "--slices").endswith(last)
+
+
+def test_a_conversion_that_the_cache_cannot_have_is_an_error(ran: Ran) -> None:
+    fp8 = ["describe", "--preset", "llama-3-70b", "--kv-dtype", "F8E4M3", "--convert"]
+    assert "a part of F32 that scales k" in ran(*fp8, "e4m3_block", status=1)
+    assert "scales of a narrow part that states them" in ran(*fp8, "e4m3_tensor", status=1)
+    assert "convert: wanted e4m3_tensor, e4m3_block" in ran(*fp8, "e5m2", status=1)

@@ -19,11 +19,11 @@ encode, encode_struct = codec.encode, codec.encode_struct
 
 
 def filled(value: Any) -> Any:
-    """The same with every field that its version has added and that may be ignored."""
+    """The same with every field that its version has added and that may be ignored, apart from those of drafts."""
     more: dict[str, Any] = {}
-    for number, name, type_, *_ in tables.FIELDS[type(value).__name__]:
+    for _, name, type_, *_ in tables.FIELDS[type(value).__name__]:
         held = getattr(value, name)
-        if number & 0x8000:
+        if name == "x_made_up":
             struct = messages.MadeUpStruct(number=1, name="later") if "struct:" in type_ else None
             more[name] = FILLED[type_] if struct is None else (struct,) if type_.startswith("list<") else struct
         elif type_.startswith("struct:") and held is not None:

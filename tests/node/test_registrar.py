@@ -120,11 +120,12 @@ def test_every_transport_exposes_every_region_and_ids_of_more_do_not_meet(stage:
 def test_features_are_those_of_the_transports_and_of_the_options() -> None:
     staged = able(ShmTransport(), features=(Feature.STAGED,))
     always = {Feature.EPOCHS, Feature.INTENT, Feature.SPANS}
-    assert set(features_of([ShmTransport()], Options(verify=False))) == always
+    assert set(features_of([ShmTransport()], Options(verify=False))) == {Feature.CONVERT, *always}
     assert set(features_of([staged, staged], Options(pull=True))) == {
         Feature.STAGED,
         Feature.VERIFY,
         Feature.PULL,
+        Feature.CONVERT,
         *always,
     }
     assert set(features_of([], Options(verify="pages"))) == {Feature.VERIFY, Feature.VERIFY_PAGES, *always}

@@ -18,6 +18,7 @@ SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 RUNS = [
     "acceptance --quick",
     "codec --rounds 1",
+    "convert_host --rounds 1 --tokens 64",
     "dcp_gpu --device cpu --gpus 1",
     "dcp_serving_gpu --device cpu --gpus 2",
     "floods --quick",
@@ -54,6 +55,7 @@ NEEDS = {
 """Packages without which a script is skipped here."""
 GPUS, VLLM = "needs GPUs", "needs vLLM, which takes a minute to start"
 LEFT_OUT = {
+    "convert_gpu": GPUS,
     "decode_engine": GPUS,
     "nixl_packed": GPUS,
     "overlap": GPUS,

@@ -8,6 +8,10 @@ typedef struct { unsigned x, y, z; } dim3;
 typedef struct { unsigned x, y, z, w; } uint4;
 typedef struct { unsigned x, y; } uint2;
 static dim3 blockIdx, threadIdx, gridDim;
+static unsigned __float_as_uint(float x) { union { float x; unsigned bits; } u = {x}; return u.bits; }
+static float __uint_as_float(unsigned bits) { union { unsigned bits; float x; } u = {bits}; return u.x; }
+static float __fdiv_rn(float x, float y) { return x / y; }
+static float __fmul_rn(float x, float y) { return x * y; }
 static void atomicAdd(unsigned long long *at, unsigned long long more) { *at += more; }
 #define EACH_THREAD(blocks_x, blocks_y)                                    \
     for (gridDim.x = (blocks_x), gridDim.y = (blocks_y), blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++) \

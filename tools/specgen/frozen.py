@@ -70,6 +70,10 @@ class Snapshot:
         kind, _, rest = key.partition(".")
         name = rest.partition(",")[0].partition(".")[0]
         features = {f: n for n, row in self.facts["profile"].items() for f in row.get("features", ())}
+        if kind == "conversion":
+            return {features["CONVERT"]}
+        if kind in ("struct", "message") and (of_field := self._feature_of(rest)):
+            return {features[of_field]}
         if kind == "machine":
             return {features[f] for f in text.partition(" ")[2].split(" or ") if f != "-"} or {CORE}
         if kind == "error":
@@ -82,6 +86,11 @@ class Snapshot:
             "limit": lambda: [self.facts["limit"][name].get("profile", CORE)],
         }  # fmt: skip
         return set(found.get(kind, lambda: [CORE])())
+
+    def _feature_of(self, rest: str) -> str:
+        """The draft feature that a field belongs to; empty if it belongs to none, or the row is of no field."""
+        owner, _, name = rest.partition(".")
+        return next((f.get("feature", "") for f in self._body(owner).get("field", ()) if f["name"] == name), "")
 
     def _body(self, name: str) -> Facts:
         body: Facts = (self.facts["struct"] | self.facts["message"]).get(name, {})

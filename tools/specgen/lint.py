@@ -15,7 +15,7 @@ _RECOVERY = {"fix", "renegotiate", "reconnect", "retry-later", "give-up"}
 _UNITS = {"none", "byte", "token", "row", "item", "lane", "layer", "ms"}
 _SECRET = {"address", "ticket", "key", "base", "Handle.data"}
 _FACTS = {"id", "name", "type", "unit", "presence", "since", "doc"}
-_MORE = {"min", "max", "length", "secret", "clauses"}
+_MORE = {"min", "max", "length", "secret", "clauses", "feature"}
 _CLAUSE = re.compile(r"KVP(-[A-Z0-9]+)+")
 _NEVER = {0x3FFF, 0x4001, 0x7FFF, 0x8000, 0x8001, 0xFFFF}
 """Field ids that vectors use as unknown ones, besides grease. No field may get them, as vectors of kept versions would become wrong."""
@@ -103,6 +103,10 @@ def _parts(facts: Facts) -> None:
         _keys(row, {"kinds", "has", "may", "aliases", "doc"}, set(), f"group {name}")
         _need(set(row["kinds"]) <= facts["enum"]["ItemKind"]["values"].keys(), f"group {name}: kinds")
         _need(set(row["has"] + row["may"]) <= parts.keys(), f"group {name}: parts")
+    for name, row in facts["conversion"].items():
+        _keys(row, {"wide", "narrow", "scales", "since", "doc"}, set(), f"conversion {name}")
+        _need({row["wide"], row["narrow"]} <= facts["enum"]["DType"]["values"].keys(), f"conversion {name}: dtypes")
+        _need(row["scales"] in ("stated", "part"), f"conversion {name}: scales")
 
 
 def _metrics(facts: Facts) -> None:
@@ -232,6 +236,8 @@ def _field(owner: str, body: Facts, f: Facts, facts: Facts) -> None:
     _need(not f["id"] & 0x8000 or f["presence"] == "optional", f"{at}: required, but may be ignored")
     _need(f["id"] not in _range(facts["grease"]["field_ids"]), f"{at}: id is grease")
     _need(owner not in DIGESTED or not f["id"] & 0x8000, f"{at}: may be ignored, and is under a digest")
+    draft = facts["feature"].get(f.get("feature"), {}).get("status") == "draft"
+    _need("feature" not in f or (draft and bool(f["id"] & 0x8000)), f"{at}: of a draft, which others skip")
     _need(f["id"] not in _NEVER, f"{at}: id is for what is unknown")
     _need(
         bool(f["id"] & 0x8000) == f["name"].startswith("x_"), f"{at}: what may be ignored, and no other, is called x_"

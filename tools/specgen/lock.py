@@ -68,6 +68,8 @@ def registry_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     for name, values in facts["metric_label"].items():
         yield f"metric_label.{name}", " ".join(values)
     yield "metric_buckets.second", " ".join(map(str, facts["metric_buckets"]["second"]))
+    for name, row in facts.get("conversion", {}).items():  # kept versions may lack it
+        yield f"conversion.{name}", f"{row['wide']} {row['narrow']}; scales {row['scales']}"
     for name, row in facts["part"].items():
         scales = ["; scales", row["scales"]] if "scales" in row else []
         optional = ["; optional"] if row.get("optional") else []

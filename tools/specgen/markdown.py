@@ -11,7 +11,7 @@ from tools.specgen.clauses import Clause, binds, clauses
 from tools.specgen.drawings import about
 from tools.specgen.lint import RegistryError
 from tools.specgen.named import REASONS, exemptions
-from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves, version
+from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves, of_core, version
 
 _COMMON = ("session", "request", "sequence")
 """Fields of many messages, in the order of their ids, with one meaning in all of them."""
@@ -21,6 +21,7 @@ _STORED = {"Manifest", "Component", "KeptPage"}
 
 def messages(facts: Facts) -> str:
     """Messages, structs and enums of the core."""
+    facts = of_core(facts)
     core = {name: m for name, m in facts["message"].items() if "feature" not in m}
     out = [_index(facts, core), "", "## Fields of many messages", "", *_rows(_common(facts)), ""]
     out += [
@@ -35,7 +36,7 @@ def messages(facts: Facts) -> str:
         if name not in _STORED:
             out += _body(facts, name, body, "struct")
     out += ["", "## Enums"]
-    for name, enum in facts["enum"].items():
+    for name, enum in ((name, enum) for name, enum in facts["enum"].items() if name != "Feature"):
         out += [
             "",
             f"### {name}",
@@ -45,6 +46,7 @@ def messages(facts: Facts) -> str:
             "| value | name | meaning |",
         ]
         out += ["|---|---|---|", *(f"| {v} | {k} | {enum['docs'][k]} |" for k, v in enum["values"].items())]
+    out += ["", "### Feature", "", "Open: [features](messages-extensions.md#features)."]
     out += ["", "### ErrorCode", "", "Open: [errors](errors.md)."]
     return "\n".join(out)
 
@@ -297,6 +299,22 @@ def parts(facts: Facts) -> str:
     return "\n".join(out)
 
 
+def conversions(facts: Facts) -> str:
+    """Conversions between two forms of a part, and the fields that name them."""
+    out = [*_rows([field for field in facts["struct"]["Part"]["field"] if "feature" in field]), ""]
+    out += ["| conversion | wide form | narrow form | scales of the narrow form |", "|---|---|---|---|"]
+    where = {"stated": "`x_scales`", "part": "a part of F32"}
+    return "\n".join(
+        [
+            *out,
+            *(
+                f"| `{n}` | {r['wide']} | {r['narrow']} | {where[r['scales']]}: {r['doc']} |"
+                for n, r in facts["conversion"].items()
+            ),
+        ]
+    )
+
+
 def part_groups(facts: Facts) -> str:
     """Groups of the field, by their parts."""
     out = ["| group | items | parts | perhaps | meaning | also called |", "|---|---|---|---|---|---|"]
@@ -403,6 +421,7 @@ PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
     "../rationale/choices.md": {"decisions": decisions},
     "../versions.md": {"candidates": candidates},
     "clauses.md": {"clauses": index, "exemptions": exempt},
+    "conversion.md": {"conversions": conversions},
     "example-register.md": {"dump": dump},
     "messages.md": {"messages": messages},
     "messages-extensions.md": {"features": features, "extension-messages": extension_messages},

@@ -13,7 +13,7 @@ from typing import Any
 
 from tools.specgen import forms
 from tools.specgen import vectors as codec
-from tools.specgen.registry import Facts, number
+from tools.specgen.registry import SPEC, Facts, number, of_core, version
 
 Case = dict[str, Any]
 _CASES = '"cases": [\n'
@@ -54,8 +54,23 @@ def at(facts: Facts, minor: int) -> Facts:
 
 
 def _made(facts: Facts) -> dict[Path, str]:
-    boundary = codec.vectors(facts)
-    return boundary | forms.forms(facts, boundary)
+    core = of_core(facts)
+    boundary = codec.vectors(core)
+    return boundary | forms.forms(core, boundary) | _of_drafts(facts, boundary)
+
+
+def _of_drafts(facts: Facts, core: dict[Path, str]) -> dict[Path, str]:
+    """The boundary vectors of fields that belong to drafts, for whoever has the profile: those that the core lacks."""
+    profile = {feature: name for name, row in facts["profile"].items() for feature in row.get("features", ())}
+    bodies = (facts["struct"] | facts["message"]).values()
+    fields = {f["name"]: profile[f["feature"]] for body in bodies for f in body["field"] if "feature" in f}
+    rows = []
+    for path, text in codec.vectors(facts).items() if fields else ():
+        known = {case["id"] for case in json.loads(core[path])["cases"]}
+        for case in (case for case in json.loads(text)["cases"] if case["id"] not in known):
+            rows.append(case | {"extensions": [next(of for name, of in fields.items() if name in case["id"])]})
+    head = f'{{"suite": "Drafts", "version": "{version(facts)}", "made": "by tools.specgen from the registry", {_CASES}]}}\n'
+    return {SPEC / "vectors/codec/drafts.json": _text(head, rows)} if rows else {}
 
 
 def _grown(held: list[Case] | None, rows: list[Case], since: str) -> list[Case]:

@@ -135,6 +135,8 @@ def parts_module(facts: Facts) -> str:
     out = [
         f'"""Names of parts of v1. {HEAD}"""',
         "",
+        "from kvproto.wire.enums import DType",
+        "",
         f"PARTS = ({json.dumps(list(parts))[1:-1]})",
         '"""Registered names."""',
         "",
@@ -151,6 +153,14 @@ def parts_module(facts: Facts) -> str:
     out += [
         f"OPTIONAL = ({json.dumps(optional)[1:-1]})",
         '"""Parts that a sink takes or leaves, whatever else it takes of a layer."""',
+        "",
+        "CONVERSIONS = {",
+    ]
+    rows = facts["conversion"].items()
+    out += [f'    "{name}": (DType.{c["wide"]}, DType.{c["narrow"]}, {c["scales"] == "part"}),' for name, c in rows]
+    out += [
+        "}",
+        '"""By name: the dtypes of the wide and the narrow form, and whether a part has the scales of the narrow one."""',
     ]
     return "\n".join(out) + "\n"
 

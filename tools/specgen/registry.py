@@ -25,6 +25,7 @@ _FILES = (
     "states",
     "facts",
     "parts",
+    "conversions",
     "metrics",
 )
 
@@ -55,6 +56,17 @@ def version(facts: Facts) -> str:
     ours = ".".join(map(str, number(facts)))
     last: str = facts["candidate"][-1]["version"] if facts["candidate"] else ""
     return last if last.partition("-")[0] == ours else f"{ours}-draft"
+
+
+def of_core(facts: Facts) -> Facts:
+    """The registry without fields that belong to draft features, which a codec of the core skips as unknown ones."""
+    kept: Facts = dict(facts)
+    for kind in ("struct", "message"):
+        kept[kind] = {
+            name: body | {"field": [field for field in body["field"] if "feature" not in field]}
+            for name, body in facts[kind].items()
+        }
+    return kept
 
 
 def as_json(facts: Facts) -> str:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tools.specgen.registry import ROOT, Facts, number
+from tools.specgen.registry import ROOT, Facts, number, of_core
 
 TESTEES = ROOT / "conformance/testees"
 _BEGIN, _END = "begin facts. Generated", "end facts"
@@ -16,7 +16,7 @@ _LIMIT_OF = {"str": "max_string", "bytes": "max_bytes", "list": "max_list", "arr
 
 def testees(facts: Facts) -> dict[Path, str]:
     """Testees with their facts renewed."""
-    return {path: _renewed(path.read_text(), make(facts)) for path, make in _MADE.items()}
+    return {path: _renewed(path.read_text(), make(of_core(facts))) for path, make in _MADE.items()}
 
 
 def _renewed(text: str, facts: str) -> str:

@@ -149,5 +149,11 @@ PART_NAMES: dict[str, list[str]] = {name: raw["aliases"] for name, raw in _facts
 """Registered names of parts, each with its aliases."""
 
 
+SCALED_BY: dict[str, str] = {name: raw["scales"] for name, raw in _facts["part"].items() if "scales" in raw}
+"""The part that is scaled, by the registered name of its scales."""
+
+CONVERSIONS: dict[str, dict[str, str]] = _facts["conversion"]
+"""By name: the dtypes of its wide and its narrow form, and where the scales of the narrow one are."""
+
 OPTIONAL = {name for name, raw in _facts["part"].items() if raw.get("optional")}
 """Registered names of parts that a sink takes or leaves, whatever else it takes of a layer."""

@@ -40,7 +40,7 @@ static const Value V_CreditKind[] = {{"STAGING", 1}, {"INLINE", 2}};
 static const Value V_KeyForm[] = {{"OWN", 1}, {"AHEAD", 2}};
 static const Value V_LengthRule[] = {{"PREFIX", 1}, {"WINDOW", 2}, {"STATE", 3}};
 static const Value V_Tier[] = {{"DEVICE", 1}, {"HOST", 2}};
-static const Value V_Feature[] = {{"VERIFY", 1}, {"SPREAD_ONE", 2}, {"COLD_DRAFT", 3}, {"INTENT", 4}, {"PULL", 5}, {"STAGED", 6}, {"INLINE", 7}, {"EPOCHS", 8}, {"VERIFY_PAGES", 9}, {"FEW_SOURCES", 10}, {"SPANS", 11}, {"CATALOGUE", 12}};
+static const Value V_Feature[] = {{"VERIFY", 1}, {"SPREAD_ONE", 2}, {"COLD_DRAFT", 3}, {"INTENT", 4}, {"PULL", 5}, {"STAGED", 6}, {"INLINE", 7}, {"EPOCHS", 8}, {"VERIFY_PAGES", 9}, {"FEW_SOURCES", 10}, {"SPANS", 11}, {"CATALOGUE", 12}, {"CONVERT", 13}};
 static const Value V_ErrorCode[] = {{"BAD_MAGIC", 257}, {"BAD_LENGTH", 258}, {"UNKNOWN_FLAG", 259}, {"UNSUPPORTED_VERSION", 260}, {"UNKNOWN_MESSAGE", 261}, {"TRUNCATED", 262}, {"TRAILING_BYTES", 263}, {"NOT_CANONICAL", 264}, {"BAD_TYPE", 265}, {"FIELD_ORDER", 266}, {"UNKNOWN_FIELD", 267}, {"BAD_TEXT", 268}, {"MISSING_FIELD", 513}, {"OUT_OF_RANGE", 514}, {"UNKNOWN_ENUM_VALUE", 515}, {"BAD_GEOMETRY", 516}, {"BAD_DIGEST", 517}, {"BAD_COLUMNS", 518}, {"OUT_OF_REGION", 519}, {"BAD_GRANT", 520}, {"ITEM_ALIAS", 521}, {"NOT_ASCENDING", 522}, {"REPEATED", 523}, {"FIELD_CONFLICT", 524}, {"IDENTITY_MISMATCH", 769}, {"DTYPE_MISMATCH", 770}, {"LANE_MISMATCH", 771}, {"LAYER_MISSING", 772}, {"PART_MISSING", 773}, {"KIND_MISMATCH", 774}, {"ROW_MISMATCH", 775}, {"LAYOUT_OPAQUE", 776}, {"ROUTE_MISMATCH", 777}, {"DESCRIPTION_MISMATCH", 778}, {"NO_TRANSPORT", 779}, {"CONTENT_MISMATCH", 780}, {"COVERAGE", 781}, {"NO_VERSION", 782}, {"FEATURE_MISSING", 783}, {"AXIS_MISMATCH", 784}, {"LAYOUT_UNSUPPORTED", 785}, {"UNKNOWN_SESSION", 1025}, {"UNEXPECTED_MESSAGE", 1026}, {"WRONG_PEER", 1027}, {"UNKNOWN_TICKET", 1028}, {"TICKET_BOUND", 1029}, {"STALE_TRANSFER", 1030}, {"ABORTED", 1031}, {"SUPERSEDED", 1032}, {"DRAINING", 1033}, {"PEER_LOST", 1034}, {"VERIFY_FAILED", 1035}, {"DEADLINE", 1036}, {"STATE_POSITION", 1037}, {"CREDIT", 1038}, {"TICKET_USED", 1039}, {"NOT_HELD", 1040}, {"NOT_ALLOWED", 1041}, {"TOO_LARGE", 1281}, {"TOO_DEEP", 1282}, {"BUSY", 1283}, {"PROMPT_TOO_LONG", 1284}, {"INTERNAL", 1537}, {"TRANSPORT_FAILED", 1538}, {"POOL_MOVED", 1539}};
 static const Enum ENUMS[] = {
     {true, V_Role, 2},
@@ -57,7 +57,7 @@ static const Enum ENUMS[] = {
     {false, V_KeyForm, 2},
     {false, V_LengthRule, 3},
     {true, V_Tier, 2},
-    {true, V_Feature, 12},
+    {true, V_Feature, 13},
     {true, V_ErrorCode, 65},
 };
 static const Field F_Version[] = {

@@ -20,7 +20,15 @@ from kvproto.errors import DeviceFault, LocalError, bad
 from kvproto.transport.base import Copying
 from kvproto.transport.cuda import kernel
 from kvproto.transport.cuda.driver import Mark, call, copy_all, current, driver, enter, is_done, is_idle, run
-from kvproto.transport.cuda.kernel import CopyJob, LaunchGroup, PerProgramCache, Prepared, SumTable, UploadedLaunch
+from kvproto.transport.cuda.kernel import (
+    ConvertTable,
+    CopyJob,
+    LaunchGroup,
+    PerProgramCache,
+    Prepared,
+    SumTable,
+    UploadedLaunch,
+)
 from kvproto.transport.cuda.stream import PART, ChunkCopies, PartLaunch
 from kvproto.wire.enums import ErrorCode, Proof
 
@@ -152,6 +160,17 @@ def _compiled(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, .
     return tuple(module.get_kernel(name) for name in _NAMES)
 
 
+@lru_cache
+def _converting(arch: str, step: int) -> Kernel:
+    """The kernel of conversions that has so many elements at once, compiled once in a process."""
+    load, store = kernel.STEPS[step]
+    numbers = ("THREADS", kernel.THREADS), ("GROUP", kernel.GROUP), ("STEP", step), ("LOAD", load), ("STORE", store)
+    macros: list[str | tuple[str, str]] = [(name, str(value)) for name, value in numbers]
+    options = core.ProgramOptions(arch=f"sm_{arch}", std="c++17", define_macro=macros)
+    module = core.Program(_SOURCE.with_name("convert.cu").read_text(), "c++", options).compile("cubin")
+    return module.get_kernel("convert")
+
+
 class _Kernels:
     """The kernels of one GPU, and memory for the parameters of the next launch, which the driver copies."""
 
@@ -203,7 +222,10 @@ class _Kernels:
         """Launch a kernel by the driver's own call, which takes a third of the time that cuda-core's does."""
         function = self._functions.get((word, name))
         if function is None:
-            compiled = _compiled(self._arch, word, kernel.THREADS, kernel.DEPTH)[_NAMES.index(name)]
+            if name == "convert":
+                compiled = _converting(self._arch, word)
+            else:
+                compiled = _compiled(self._arch, word, kernel.THREADS, kernel.DEPTH)[_NAMES.index(name)]
             function = self._functions[word, name] = int(compiled.handle)
         where = 0, int(stream.handle), ctypes.addressof(places), None  # no shared memory, no further options
         run("cuLaunchKernel", function, *grid, 1, kernel.THREADS, 1, 1, *where)
@@ -256,6 +278,7 @@ class Copier:
         self.blocks = blocks or gpu.properties.multiprocessor_count
         self._timing = core.EventOptions(timing_enabled=True) if timed else None
         self._sum_tables = PerProgramCache[SumTable]()
+        self._convert_tables = PerProgramCache[ConvertTable]()
         self._spare: list[LaunchBuffers] = []
         """Buffers of checksums that have been taken."""
         self._slots = slots
@@ -319,6 +342,30 @@ class Copier:
                 self._buffers.append(buffers)
                 total += launch.bytes
         return DeviceCopy(all_buffers[-1].event, total, began, jobs)
+
+    def convert(
+        self, program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int], after: Sequence[int] = ()
+    ) -> DeviceCopy:
+        """Run the operations of a program that convert; arguments are as of `prepare`, and it raises as `submit`."""
+        enter(self._context)
+        key = *sorted(sources.items()), *sorted(sinks.items())
+        table = self._convert_tables.get(program.ops, key, lambda: kernel.convert_table(program, sources, sinks))
+        kernel.check_maps(program.maps, table.bounds)
+        sizes = table.sizes(program.maps)
+        (buffers,) = self._take([sizes])
+        at, most_rows = buffers.image.address, max((m.size for m in program.maps), default=0)
+        begin = at + table.write(program.maps, buffers.view, at, buffers.rows.address)
+        with _Whole(self.streams):
+            began = self._record() if self._timing else None
+            self._expand(buffers, sizes[0], len(program.maps), most_rows, self.stream)
+            self.follow(after)
+            for first in range(0, len(table.ops), kernel.MOST_OPS) if most_rows else ():
+                grid = self.blocks, min(len(table.ops) - first, kernel.MOST_OPS)
+                ops = begin + first * kernel.CONVERT.itemsize
+                self._kernels.run(self.stream, table.step, "convert", grid, ops)
+            buffers.event = self._record()
+            self._buffers.append(buffers)
+        return DeviceCopy(buffers.event, program.bytes, began)
 
     def series(self, jobs: Sequence[CopyJob], after: Sequence[int] = ()) -> Series:
         """Upload jobs, best with shared maps, as copies that `Series.go_on` starts one by one; raises as `submit`."""

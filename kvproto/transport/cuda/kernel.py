@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvproto.copying.program import CopyProgram, RowMap, Side
 from kvproto.errors import LocalError
+from kvproto.planning.conversion import Made
 from kvproto.wire.enums import ErrorCode
 
 T = TypeVar("T")
@@ -119,10 +120,16 @@ def table(
     shapes = tuple(
         Shape(m, -w, words, many, a, b) for (m, w, words, many), (a, b) in zip(firsts, pairwise(cuts), strict=False)
     )
-    extents = np.full((len(program.maps), 4), 1 << 32)  # the device counts in 32 bits
+    return Table(rows, ops["layer"][order].astype(np.int64), shapes, joined, _extents(program))
+
+
+def _extents(program: CopyProgram) -> list[list[int]]:
+    """The bounds of a table."""
+    ops, extents = program.ops, np.full((len(program.maps), 4), 1 << 32)  # the device counts in 32 bits
     for k, name in enumerate(("source_items", "source_rows", "sink_items", "sink_rows")):
         np.minimum.at(extents[:, k], ops["map"], ops[name])
-    return Table(rows, ops["layer"][order].astype(np.int64), shapes, joined, extents.tolist())
+    bounds: list[list[int]] = extents.tolist()
+    return bounds
 
 
 def up(n: int) -> int:
@@ -257,15 +264,20 @@ def _share(m: RowMap, a: int, b: int, of: int) -> RowMap:
 def check(works: Sequence[CopyJob]) -> None:
     """Raise OUT_OF_REGION if a map names an item or row beyond the pools."""
     for work in _apart(works):
-        for m, extents in zip(work.maps, work.prepared.table.bounds, strict=True):
-            (low, *here), (lowest, *there) = m.source_reach, m.sink_reach
-            high = here + there
-            if low < 0 or lowest < 0 or any(map(ge, high, extents)):
-                for name, place, most, extent in zip(_PLACE_NAMES, m.places, high, extents, strict=True):
-                    least = int(place.min())
-                    if least < 0 or most >= extent:
-                        mine, yours = f"0 to {extent - 1}", str(most if most >= extent else least)
-                        raise LocalError(ErrorCode.OUT_OF_REGION, name, mine, yours, "name items of the pool")
+        check_maps(work.maps, work.prepared.table.bounds)
+
+
+def check_maps(maps: Sequence[RowMap], bounds: list[list[int]]) -> None:
+    """Raise OUT_OF_REGION as `check`; `bounds` are those of a table."""
+    for m, extents in zip(maps, bounds, strict=True):
+        (low, *here), (lowest, *there) = m.source_reach, m.sink_reach
+        high = here + there
+        if low < 0 or lowest < 0 or any(map(ge, high, extents)):
+            for name, place, most, extent in zip(_PLACE_NAMES, m.places, high, extents, strict=True):
+                least = int(place.min())
+                if least < 0 or most >= extent:
+                    mine, yours = f"0 to {extent - 1}", str(most if most >= extent else least)
+                    raise LocalError(ErrorCode.OUT_OF_REGION, name, mine, yours, "name items of the pool")
 
 
 _PLACE_NAMES = ("source item", "source row", "sink item", "sink row")
@@ -432,7 +444,7 @@ def _wanted(work: CopyJob) -> Iterator[tuple[Shape, int, int]]:
 
 SUMMED = 1 << 30
 """Bytes that take about a millisecond."""
-_MOST_SUM_OPS = 65_535
+MOST_OPS = 65_535
 """Operations of a launch: blocks along the second axis of a grid."""
 _ROW_BYTES = 16
 """Bytes of an expanded row."""
@@ -523,7 +535,7 @@ def sum_table(program: CopyProgram, addresses: Mapping[int, int], sink: bool) ->
     order = np.lexsort((ops["map"], -word))
     rows, word, maps = rows[order], word[order], ops["map"][order].tolist()
     firsts = np.flatnonzero(np.diff(word, prepend=0)).tolist()
-    cuts = sorted({*firsts, *range(0, len(ops), _MOST_SUM_OPS), len(ops)})
+    cuts = sorted({*firsts, *range(0, len(ops), MOST_OPS), len(ops)})
     n_maps = 2 * len(program.maps)
     begin = up(n_maps * MAP.itemsize)
     spans, at = [], 0
@@ -532,3 +544,73 @@ def sum_table(program: CopyProgram, addresses: Mapping[int, int], sink: bool) ->
     launches = ((int(word[a]), begin + a * SUM.itemsize, b - a) for a, b in pairwise(cuts))
     maps_of = (frozenset(ops["map"][ops["group"] == g].tolist()) for g in groups)
     return SumTable(rows, tuple(spans), tuple(launches), tuple(groups), tuple(maps_of), n_maps)
+
+
+# conversions
+
+GROUP = 16
+"""Threads that share a block of a lane."""
+STEPS = {8: ("uint4", "uint2"), 1: ("unsigned short", "unsigned char")}
+"""Elements that a thread has at once, and the types of so many of two bytes and of one."""
+CONVERT = np.dtype(
+    [(n, "<u8") for side in ("source", "sink", "scale") for n in (side, *(f"{side}_{place}" for place in PLACES))]
+    + [("places", "<u8")]
+    + [(n, "<u4") for n in ("n_rows", "lanes", "blocks", "length", "made", "stated")]
+)  # fmt: skip
+
+
+@attrs.frozen(eq=False)
+class ConvertTable:
+    """The operations of a rank pair that convert, by map, with absolute addresses."""
+
+    ops: npt.NDArray[np.void]
+    """Rows of dtype CONVERT."""
+    maps: npt.NDArray[np.int64]
+    """The map of each operation."""
+    step: int
+    """Elements that a thread has at once."""
+    bounds: list[list[int]]
+    """As of `Table`."""
+
+    def sizes(self, maps: Sequence[RowMap]) -> tuple[int, int]:
+        """Bytes of an image and of the expanded rows."""
+        head = up(len(maps) * MAP.itemsize) + up(self.ops.nbytes)
+        return head + RUN_BYTES * sum(len(m.rows) for m in maps), _ROW_BYTES * (sum(m.size for m in maps) + 1)
+
+    def write(self, maps: Sequence[RowMap], image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> int:
+        """Write one request's image, to be read at `image_at`; returns the offset of the operations in it."""
+        begin = up(len(maps) * MAP.itemsize)
+        at, rows = begin + up(self.ops.nbytes), [rows_at]
+        for n, m in enumerate(maps):
+            MAP_FIELDS.pack_into(image.data, n * MAP.itemsize, image_at + at, rows[-1], len(m.rows), m.size)
+            write_runs(m, image[at : at + RUN_BYTES * len(m.rows)].view(np.uint32).reshape(RUN_WORDS, len(m.rows)))
+            at += RUN_BYTES * len(m.rows)
+            rows.append(rows[-1] + _ROW_BYTES * m.size)
+        ops = image[begin : begin + self.ops.nbytes].view(CONVERT)
+        ops[:] = self.ops
+        ops["places"] = np.array(rows, np.uint64)[self.maps]
+        ops["n_rows"] = np.array([m.size for m in maps])[self.maps]
+        return begin
+
+
+def convert_table(program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]) -> ConvertTable:
+    """The table of a program's operations that convert, with regions mapped at these addresses."""
+    ops = program.ops[program.ops["made"] > 0]
+    rows = np.zeros(len(ops), CONVERT)
+    for side, bases in (("source", sources), ("sink", sinks), ("scale", sources)):
+        base = np.array([bases[r] for r in ops[f"{side}_region"].tolist()], np.uint64)
+        rows[side] = base + ops[f"{side}_offset"].astype(np.uint64)
+        for place in PLACES:
+            rows[f"{side}_{place}"] = ops[f"{side}_{place}_stride"]
+        rows[f"{side}_lane"][ops["lanes"] == 1] = 0
+    wide = ops["made"] == Made.WIDE
+    rows["blocks"] = np.maximum(ops["blocks"], 1)
+    rows["length"] = ops["source_bytes"] // np.where(wide, 1, 2) // rows["blocks"]
+    rows["lanes"], rows["made"], rows["stated"] = ops["lanes"], ops["made"], ops["stated"]
+    together = rows["length"].astype(np.uint64)
+    for side, twice in (("source", ~wide), ("sink", wide)):
+        there = rows[side] | rows[f"{side}_item"] | rows[f"{side}_row"] | rows[f"{side}_lane"]
+        counted = there // np.where(twice, 2, 1).astype(np.uint64)
+        together |= np.where((side == "sink") & (ops["made"] == Made.SCALES), 0, counted)
+    step = next(step for step in STEPS if not (together % np.uint64(step)).any())
+    return ConvertTable(rows, ops["map"].copy(), step, _extents(program))

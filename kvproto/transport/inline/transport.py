@@ -146,6 +146,7 @@ class InlineTransport(base.Transport):
     capabilities = base.Capabilities(
         code=TransportCode.INLINE,
         features=(Feature.INLINE,),
+        converts=True,
         reads=False,
         death_is_proof=True,
         batches=False,

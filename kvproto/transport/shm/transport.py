@@ -20,6 +20,8 @@ from kvproto.wire.messages import Region
 _buffers = partial(buffers, wanted="memory that SHM can share", kinds=(SharedMemory, SharedMapping))
 _PART = 16 << 20
 """Bytes copied between two looks at the clock."""
+_CONVERTED = 1 << 20
+"""The same of a program that converts, which takes ten times as long."""
 _POLL = 0.01
 """Seconds for which one poll continues a copy."""
 _Part = tuple[CopyProgram, Mapping[int, memoryview], Mapping[int, memoryview]]
@@ -55,7 +57,13 @@ class ShmTransport(base.Transport):
     """Runs copy programs between shared memory of one host; short ones are done when `start` returns."""
 
     capabilities = base.Capabilities(
-        code=TransportCode.SHM, reads=True, death_is_proof=True, batches=True, incremental=True, poll_interval=0.0
+        code=TransportCode.SHM,
+        reads=True,
+        converts=True,
+        death_is_proof=True,
+        batches=True,
+        incremental=True,
+        poll_interval=0.0,
     )
 
     def expose(
@@ -93,7 +101,8 @@ class ShmTransport(base.Transport):
         for move in moves:
             program = move.program if move.layers is None else move.program.select(layers=range(*move.layers))
             sides = _buffers(move.sources), _buffers(move.sinks)
-            parts += [(part, *sides) for part in program.slices(_PART)]
+            most = _CONVERTED if program.operations.converts else _PART
+            parts += [(part, *sides) for part in program.slices(most)]
         return ShmCopy(parts)
 
     def begin_checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> Callable[[], dict[int, int]]:

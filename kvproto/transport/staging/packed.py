@@ -23,6 +23,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvproto.copying.execute import converted_rows
 from kvproto.copying.program import CopyProgram, IntArray, RowMap, Side
 from kvproto.copying.streams import Piece
 from kvproto.errors import KvprotoError, LocalError, RemoteError, bad
@@ -186,7 +187,9 @@ class StreamColumns:
         """For each map, items and rows of the pool: the least of any operation."""
 
     def _check(self, ops: npt.NDArray[np.void], side: str, regions: Mapping[int, int]) -> None:
-        reach = ops[f"{side}_offset"] + ops["lane_bytes"]
+        converts = side == "source" and "made" in (ops.dtype.names or ())
+        size = np.where(ops["made"], ops["source_bytes"], ops["lane_bytes"]) if converts else ops["lane_bytes"]
+        reach = ops[f"{side}_offset"] + size
         extents = {"item": ops[f"{side}_items"], "row": ops[f"{side}_rows"], "lane": ops["lanes"]}
         for name, extent in extents.items():
             reach = reach + np.maximum(extent - 1, 0) * ops[f"{side}_{name}_stride"]
@@ -240,7 +243,7 @@ class PackedStream(Packer):
     """One side's end of the packed stream of a program; raises OUT_OF_REGION if it leaves pools or `regions`."""
 
     def __init__(self, program: CopyProgram, side: Side, regions: Mapping[int, memoryview]) -> None:
-        self._side = side
+        self._side, self._converts = side, side == "source" and program.operations.converts
         self._memory = {i: _flat(m) for i, m in regions.items()}
         self._order = Order(StreamColumns(program, side, {i: m.size for i, m in self._memory.items()}), program.maps)
 
@@ -313,9 +316,19 @@ class PackedStream(Packer):
         cut = np.maximum(first - begin, 0)
         row, length = row + cut, np.minimum(ends[lo:hi], first + number) - (begin + cut)
         width, place = int(columns.width[c]), 0
-        for op in ops:
+        for k, op in enumerate(ops):
             piece = int(op["lanes"] * op["lane_bytes"])
-            self._operation(op, item, row, length, data.reshape(number, width)[:, place : place + piece], into)
+            records = data.reshape(number, width)[:, place : place + piece]
+            if self._converts and op["made"]:
+                item_of_row, row_in_item = np.repeat(item, length), _row_places(row, length, 1)
+                step = max(_BLOCK // width, 1)
+                for a in range(0, number, step):
+                    block = slice(a, a + step)
+                    records[block] = converted_rows(
+                        ops[k : k + 1], self._memory, item_of_row[block], row_in_item[block]
+                    )
+            else:
+                self._operation(op, item, row, length, records, into)
             place += piece
 
     def _operation(self, op: Any, item: IntArray, row: IntArray, length: IntArray, data: Bytes, into: bool) -> None:
