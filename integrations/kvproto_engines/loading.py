@@ -56,7 +56,8 @@ class Loading:
             for group, table in self._tables.items()
         }
         assert self.sink is not None
-        return self.sink.fetch(load.ticket, load.prompt, pages, cached=cached, tokens=load.tokens)
+        late = [group for group, table in self._tables.items() if table.ring]
+        return self.sink.fetch(load.ticket, load.prompt, pages, cached=cached, tokens=load.tokens, late=late)
 
     def _fail(self, name: str, reason: object) -> None:
         say = self._logger.info if name in self._aborted else self._logger.error

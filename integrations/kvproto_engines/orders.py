@@ -22,7 +22,8 @@ class Table:
         window: Tokens of a block, where the engine gives up blocks that a sliding window has left; else 0.
         span: Tokens that a sliding window attends to, its own included; 0 without a window.
         chunk: Tokens of a chunk, of layers that attend to their own chunk alone; else 0.
-        state: Whether its one block is the state of a request.
+        state: Whether its one block is the state of a request, or a ring.
+        ring: Whether it is a ring: one of fewer rows has all that its engine needs, so it may fill one of more.
     """
 
     index: int
@@ -31,6 +32,7 @@ class Table:
     state: bool = False
     span: int = 0
     chunk: int = 0
+    ring: bool = False
 
     def of(self, tables: Tables) -> list[int]:
         """The pages of a request, or its slot."""

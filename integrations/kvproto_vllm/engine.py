@@ -141,7 +141,8 @@ def _stated(layers: Layers, index: int, dcp: int, strides: bool) -> Iterator[tup
     span += getattr(spec, "extra_retained_tokens", 0)  # which drafts may compute again
     for one in made:
         cache = dealt(one.cache, spec, dcp)
-        yield Table(index, one.pages, window, kind in (STATE, RING), span, chunk), attrs.evolve(one, cache=cache)
+        table = Table(index, one.pages, window, kind in (STATE, RING), span, chunk, kind == RING)
+        yield table, attrs.evolve(one, cache=cache)
 
 
 def _running(config: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import logging
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,10 +14,13 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 from kvproto import LocalError, Pool, Prompt, Sink, Source, lay_out, new_ticket
 from kvproto.catalog.models import describe
 from kvproto.wire.enums import ItemKind
+from kvproto_engines.loading import Loading
+from kvproto_engines.orders import Load, Orders, Table
 from tests.vllm.backends import indexer_k_quant_and_cache
 from tests.vllm.families import F8, FAMILIES, WINDOW, Held, row
 from tests.vllm.family_engines import TOKENS, Engine, Rows, first_of, hand_over, label, setups, stated
@@ -54,6 +58,26 @@ def test_rows_that_are_not_known_are_refused_by_name(wrong: Held, says: str) -> 
     setup = setups([wrong])[0]
     with pytest.raises(LocalError, match=says):
         stated(0, Rows(0, wrong, setup, 0), setup)
+
+
+@pytest.mark.parametrize("rows", [(8, 16), (16, 8)], ids=["8 to 16", "16 to 8"])
+def test_a_worker_fetches_rings_of_other_lengths(rows: tuple[int, int], tmp_path: Path) -> None:
+    """As of an engine that speculates and one that does not."""
+    held = FAMILIES["DeepSeek V4.1"][4]
+    assert isinstance(held, Held)
+    one, two, wanted = (
+        Engine([attrs.evolve(held, ring=n, block=n)], setups([held])[1]) for n in (*rows, rows[1])
+    )  # fmt: skip
+    one.put()
+    wanted.caches[0][0].put([2], TOKENS - min(rows))
+    (group,), place, prompt, ticket = two.groups[0], f"ipc://{tmp_path}/p", Prompt(range(TOKENS + 1)), new_ticket("p")
+    with Source("p", one.pools[0], place) as source, Sink("d", two.pools[0], {"p": place}) as sink:
+        request = source.request(ticket, prompt)
+        loading = Loading(sink, {group: Table(0, state=True, ring=True)}, logging.getLogger("engine"))
+        loading.take(Orders(loads=[Load("a", ticket, prompt, ([2],), 0, TOKENS)]))
+        request.finish({group: one.caches[0][0].table()}, tokens=TOKENS)
+        request.wait(20)
+    assert torch.equal(two.caches[0][0].memory, wanted.caches[0][0].memory)
 
 
 def test_a_window_that_is_computed_again_is_refused() -> None:
