@@ -1,12 +1,11 @@
-"""Kernels that SGLang asks of its packages, in plain torch for a CPU without them: for a model with short convolutions,
-and for HiCache, whose memory is not pinned here.
+"""Kernels that SGLang asks of its packages, in plain torch for a CPU without them: for convolutions and other states, for
+attention to a window, and for HiCache, whose memory is not pinned here.
 
 A plug-in of the tests (`sglang_bench`) calls `supply` in each process of SGLang.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +21,6 @@ def supply() -> None:
 
     causal_conv1d._causal_conv1d_fn_triton = causal
     causal_conv1d._causal_conv1d_update_triton = step
-    from sglang.kernels.ops.kvcache import cache_move
-
-    cache_move.copy_all_layer_kv_cache_cpu = rows_of_all
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
@@ -36,14 +32,6 @@ def supply() -> None:
         module.transfer_kv_direct = tokens_of_layers
         module.transfer_kv_per_layer_direct_pf_lf = layer_of_pages
         module.transfer_kv_all_layer_direct_lf_pf = layers_to_pages
-
-
-def rows_of_all(data_ptrs: Any, strides: Any, tgt_loc: Any, src_loc: Any) -> None:
-    """Move rows of all buffers at these addresses: all are read before one is written."""
-    for place, size in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
-        rows = [ctypes.string_at(place + int(slot) * size, size) for slot in src_loc]
-        for slot, row in zip(tgt_loc.tolist(), rows, strict=True):
-            ctypes.memmove(place + slot * size, row, size)
 
 
 def _translated(original: Callable[..., Any]) -> Callable[..., Any]:
