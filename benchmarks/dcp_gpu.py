@@ -309,7 +309,7 @@ def main() -> int:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rank0.json"
-        mp.spawn(work, (args.gpus, port, args, out), nprocs=args.gpus)
+        mp.start_processes(work, (args.gpus, port, args, out), nprocs=args.gpus, start_method="forkserver")
         figures = json.loads(out.read_text())
     if args.device == "cuda":
         from gpu import gpu_facts  # needs CUDA's libraries

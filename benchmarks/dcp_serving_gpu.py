@@ -331,7 +331,7 @@ def main() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(work, (port, args), nprocs=args.gpus)
+    mp.start_processes(work, (port, args), nprocs=args.gpus, start_method="forkserver")
     return 0
 
 

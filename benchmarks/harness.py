@@ -83,9 +83,12 @@ def commit() -> str | None:
 
 @contextmanager
 def child(work: Callable[..., None], *args: Any) -> Iterator[Connection]:
-    """Run `work(pipe, *args)` in another process; gives the pipe's other end, and ends the process."""
+    """Run `work(pipe, *args)` in another process; gives the pipe's other end, and ends the process.
+
+    It is forked from a process that has imported the script, and nothing else: no thread, no connection and no CUDA.
+    """
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=work, args=(theirs, *args), daemon=True)
+    process = multiprocessing.get_context("forkserver").Process(target=work, args=(theirs, *args), daemon=True)
     process.start()
     theirs.close()
     try:

@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import zmq
 
+gc.disable()  # until all is imported and collected, of which nothing goes
 pytest.register_assert_rewrite("tests.commands", "tests.errors")  # so that they show what came instead
 
 os.umask(0o022)  # an allow-list that its group may write to is refused
@@ -114,8 +115,8 @@ SLOW = {
     "tiers/test_relayout.py::test_two_engines_of_other_sizes_write_and_evict_at_once_over_one_folder",
     "tiers/test_storage.py",
     "tiers/test_whole.py",
-    "tools/test_benchmarks.py::test_a_small_run_ends_well",
     "tools/test_models.py",
+    "tools/test_small_runs.py",
     "transport/test_cuda_kernel.py",
     "transport/test_cuda_stream.py",
     "transport/test_nixl.py",
@@ -206,6 +207,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Sends tests by the other table; marks of xdist's own would need ids that pytest no longer lets it change."""
+    gc.enable()  # here nothing is collected
     made = import_module("xdist.scheduler").LoadScopeScheduling(config, log)
     made._split_scope = lambda nodeid: ONE_WORKER.get(nodeid.partition("::")[0].removeprefix("tests/"), nodeid)
     return made
@@ -218,8 +220,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported stays: collections of garbage, which some tests ask for, need not look at torch again."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,6 +4,7 @@ Each worker of the tests has one server. It imports once what the collected test
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import sys
@@ -12,7 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 FORKED = multiprocessing.get_context("forkserver")
-_IMPORTED: list[str] = []
+_IMPORTED = [f"kvproto.transport.{name}.provider" for name in ("cuda", "inline", "nixl", "shm")]
+"""Modules in the order of their import; these are those that every node looks at."""
+JAX = "kvproto_reference.jax_engine.apart", "kvproto_reference.jax_engine.build"
+"""For tests that start engines of JAX: it may be imported before a fork, as it starts threads only to compute."""
 Main = Callable[[], int]
 
 
@@ -24,7 +28,7 @@ def imported(*modules: str) -> None:
 
 def all_end_well(target: Callable[..., None], *arguments: Sequence[Any]) -> None:
     """Run a function with each of these arguments in a process of its own, all at once."""
-    made = [FORKED.Process(target=target, args=tuple(each), daemon=True) for each in arguments]
+    made = [FORKED.Process(target=_begin, args=(target, *each), daemon=True) for each in arguments]
     for process in made:
         process.start()
     for process in made:
@@ -77,7 +81,13 @@ def _whole(stream: Any) -> str:
     return str(stream.read())
 
 
+def _begin(target: Callable[..., None], *arguments: Any) -> None:
+    gc.freeze()  # collections of garbage need not look at what the server has imported
+    target(*arguments)
+
+
 def _run(main: Main, arguments: list[str], environment: dict[str, str], streams: list[str]) -> None:
+    gc.freeze()
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

@@ -8,10 +8,10 @@ import torch
 from kvproto_reference.checkpoint import save
 from kvproto_reference.models import Decoder, ModelConfig
 from tests.demo.test_demo import demo, nothing_is_left_behind, prompts, report, right
-from tests.processes import imported
+from tests.processes import JAX, imported
 
 __all__ = ["nothing_is_left_behind", "prompts"]
-imported("kvproto_reference.demo.__main__")
+imported("kvproto_reference.demo.__main__", *JAX)
 
 MODELS = {
     "MLA-6": ModelConfig(

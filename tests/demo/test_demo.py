@@ -27,9 +27,9 @@ from kvproto_reference.demo.__main__ import main
 from kvproto_reference.demo.options import parse
 from kvproto_reference.engine.description import STATES, WINDOW
 from kvproto_reference.errors import EngineError
-from tests.processes import Command, Ended, imported
+from tests.processes import JAX, Command, Ended, imported
 
-imported("kvproto_reference.demo.__main__", "rich.live")
+imported("kvproto_reference.demo.__main__", "rich.live", *JAX)
 
 _SESSIONS: set[int] = set()
 """Of the demos of one test."""

@@ -2,13 +2,14 @@
 
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvproto_reference.checkpoint import CHECKPOINTS
 from kvproto_reference.demo import decode, prefill
-from kvproto_reference.demo.engines import Engines
+from kvproto_reference.demo.engines import Engines, Main
 from kvproto_reference.demo.prompts import Prompt
 from kvproto_reference.demo.router import Request, Router
 from kvproto_reference.engine.sampling import SamplingParams
@@ -21,20 +22,25 @@ PAGES, NEW = 9, 60
 MODELS = CHECKPOINTS / "target-mla", CHECKPOINTS / "draft-gqa"
 
 
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Router, Engines]]:
-    """A prefill engine, a decode engine with few pages and one rank or two, and their router."""
-    folder = tmp_path / "kv"
+@contextmanager
+def engines(folder: Path, *sizes: object, main: Main = decode.main) -> Iterator[tuple[Router, Engines]]:
+    """A prefill engine, a decode engine of these sizes, and their router."""
     folder.mkdir(mode=0o700)
-    with Engines() as engines:
-        engines.start("prefill-0", prefill.main, ["--dir", str(folder), "--pages", "16"])
-        sizes = ["--pages", str(PAGES), "--tp", str(request.param), "--quiet"]
-        engines.start("decode-0", decode.main, ["--dir", str(folder), *sizes])
-        router = Router(folder, "prefill", engines)
+    with Engines() as started:
+        started.start("prefill-0", prefill.main, ["--dir", str(folder), "--pages", "16"])
+        started.start("decode-0", main, ["--dir", str(folder), "--quiet", *map(str, sizes)])
+        router = Router(folder, "prefill", started)
         router.wait_ready(60)
-        yield router, engines
+        yield router, started
         router.stop()
         router.close()
+
+
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Router, Engines]]:
+    """Engines of which decode has few pages."""
+    with engines(tmp_path / "kv", "--pages", PAGES, "--tp", request.param) as made:
+        yield made
 
 
 def prompt(n: int) -> Prompt:
@@ -113,8 +119,9 @@ def test_a_request_that_no_pool_can_hold_fails_once(pair: tuple[Router, Engines]
 
 def right(requests: list[Request]) -> bool:
     """Whether one undivided engine writes the same."""
-    one = Undivided(*MODELS, pages=64)
-    results = one.generate_all([(request.prompt.tokens, SamplingParams()) for request in requests], NEW)
+    one = Undivided(*MODELS, pages=128)
+    asked = [(request.prompt.tokens, SamplingParams()) for request in requests]
+    results = one.generate_all(asked, requests[0].max_new)
     return [request.tokens for request in requests] == [result.tokens for result in results]
 
 
@@ -156,3 +163,39 @@ def test_what_gave_way_comes_back_into_other_memory(pair: tuple[Router, Engines]
     assert [request.error for request in router.requests] == 7 * [None]
     assert right(router.requests)
     assert all("POOL_MOVED" in why for request in router.requests for why in request.lost)
+
+
+class Watched(decode.DecodeProcess):
+    """A decode engine that ends by an error rather than rest while a request waits and every page is free.
+
+    It counts the turns in which it had nothing to compute.
+    """
+
+    idle = 0
+
+    def _rest(self) -> bool:
+        if not self.busy:
+            assert self._fetching or not self._admission.waiting, "nothing will wake it"
+            self.idle += 1
+        return super()._rest()
+
+    def serve(self, role: str) -> int:
+        status = super().serve(role)
+        (self.options.folder / "idle").write_text(str(self.idle))
+        return status
+
+
+def watched(argv: list[str]) -> int:
+    """The entry point of such an engine, in a process of its own."""
+    decode.DecodeProcess = Watched  # type: ignore[misc]
+    return decode.main(argv)
+
+
+def test_no_request_waits_beside_free_pages(tmp_path: Path) -> None:
+    """Twenty of them, of which twelve short pages hold one or two; the engine wakes only for what it is told."""
+    with engines(tmp_path / "kv", "--pages", 12, "--page-size", 8, main=watched) as (router, _):
+        router.submit([prompt(n) for n in range(20)], 40)
+        router.collect(lambda request: None)
+    assert [request.lost for request in router.requests] == 20 * [[]]
+    assert right(router.requests)
+    assert int((tmp_path / "kv" / "idle").read_text()) < 20 * 4

@@ -1,12 +1,9 @@
 """Scripts in benchmarks/ import what is there, also those that only run on GPUs or beside engines that are not installed.
 
-Those that need neither also run, each as small as its arguments allow; LEFT_OUT says why others do not. What they measure
-is not looked at.
+Those that need neither also run, in test_small_runs.py; LEFT_OUT says why others do not.
 """
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -41,7 +38,7 @@ RUNS = [
     "trips --quick",
     "worst_cases --rounds 1",
 ]
-"""Without part `recovery` of `session`: it waits 10 s until a source that is stopped is suspect."""
+"""Each as small as its arguments allow. Without part `recovery` of `session`: it waits 10 s until a source that is stopped is suspect."""
 NEEDS = {
     "codec": "msgspec",
     "dcp_gpu": "torch",
@@ -113,21 +110,6 @@ def test_imports_are_there(script: Path) -> None:
                 lacking = [a.name for a in node.names if a.name not in known and not file_of(f"{node.module}.{a.name}")]
                 missing += [f"{node.module}.{name}" for name in lacking]
     assert not missing
-
-
-@pytest.mark.parametrize("command", RUNS)
-def test_a_small_run_ends_well(command: str, tmp_path: Path) -> None:
-    script, *arguments = command.format(results=ROOT / "benchmarks/results").split()
-    if script in NEEDS:
-        pytest.importorskip(NEEDS[script])
-    done = subprocess.run(
-        [sys.executable, ROOT / f"benchmarks/{script}.py", *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_script_runs_here_or_it_is_said_why_not() -> None:

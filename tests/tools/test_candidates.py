@@ -262,7 +262,6 @@ def test_a_minor_version_adds_a_field(repository: Copy, tmp_path: Path) -> None:
     old = tmp_path / "codec-1.0.mjs"
     shutil.copy(repository.folder / "conformance/testees/node/codec.mjs", old)
     by_hand = added(repository)
-    assert repository.run("tools.specgen")[0] == 0
     assert repository.run("tools.specgen", "--lock", "1.1: Ping says the load of its side")[0] == 0
     assert repository.run("tools.specgen", "--check") == (0, "")
     assert len(by_hand) < 10

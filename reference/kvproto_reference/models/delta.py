@@ -37,7 +37,8 @@ class DeltaNet(Stepping, Recurrence):
         self.query_conv, self.key_conv = weight(key, sizes.kernel), weight(key, sizes.kernel)
         self.value_conv = weight(value, sizes.kernel)
         self.rate = nn.Parameter(torch.zeros(self.value_heads))
-        self.shift = nn.Parameter(torch.linspace(-5, -1, self.value_heads))  # some heads forget slowly, some soon
+        # Some heads forget slowly, some soon. On "meta" torch would import sympy for it, which takes a second.
+        self.shift = nn.Parameter(torch.linspace(-5, -1, self.value_heads, device="cpu"))
         self.output_gate = weight(value, hidden)
         self.out_norm = nn.Parameter(torch.ones(sizes.value_dim))
         self.out = weight(hidden, value)
