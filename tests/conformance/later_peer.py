@@ -18,7 +18,9 @@ FILLED: dict[str, Any] = {"uint": "7", "str": "later", "bytes": "01", "bool": Tr
 def filled(layout: Layout, fields: dict[str, Any]) -> dict[str, Any]:
     """The same with every field that its version has added and that may be ignored."""
     known = {name: below(layout.names[name].type, value) for name, value in fields.items() if name in layout.names}
-    return fields | known | {field.name: new(field.type) for field in layout.fields.values() if field.name == "x_made_up"}
+    return (
+        fields | known | {field.name: new(field.type) for field in layout.fields.values() if field.name == "x_made_up"}
+    )
 
 
 def below(type_: Type, value: Any) -> Any:
