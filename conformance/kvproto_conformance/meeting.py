@@ -147,10 +147,10 @@ class Sample:
         return "frame" if self.kind == "message" else "bytes"
 
 
-def samples(cases: Iterable[Case]) -> list[Sample]:
-    """Samples that the vectors of a codec have written, each once."""
+def samples(cases: Iterable[Case], extensions: Collection[str] = ()) -> list[Sample]:
+    """Samples that the vectors of a codec with these extensions have written, each once."""
     found: dict[str, Sample] = {}
-    for case in cases:
+    for case in (case for case in cases if case.needs <= {*extensions}):
         for ask in case.asks:
             if (
                 case.suite == "codec"
@@ -253,10 +253,10 @@ def all_of(
     results = run(cases, testee)
     yield "its vectors hold", [wrong for result in results for wrong in result.wrong], len(results)
     mine = {case.about for case in cases if case.suite == "codec"}
-    said = [sample for sample in samples(kept.cases()) if sample.name in mine]
+    said = [sample for sample in samples(kept.cases(), claim.extensions) if sample.name in mine]
     ways = [("it writes, the testee reads", said, old, testee, (kept.version, today))]
     if any(ask.question["op"] in WRITES for case in cases for ask in case.asks):
-        ours = [sample for sample in samples(of_minor(now, claim.minor)) if sample.name in mine]
+        ours = [sample for sample in samples(of_minor(now, claim.minor), claim.extensions) if sample.name in mine]
         ways.append(("the testee writes, it reads", ours, testee, old, (today, kept.version)))
     for what, some, writer, reader, versions in ways:
         found = list(meet(some, writer, reader, versions))

@@ -130,7 +130,7 @@ def test_a_later_version_reads_what_today_writes(today: Driver, later: Later) ->
 
 @pytest.mark.parametrize("later", LATER[:-1], indirect=True, ids="-".join, scope="module")
 def test_a_later_version_reads_all_that_it_writes(later: Later) -> None:
-    cases = of_minor((case for case in load(later.vectors) if case.suite == "codec"), 1)
+    cases = of_minor((case for case in load(later.vectors) if case.suite == "codec" and not case.needs), 1)
     assert [result.wrong[0] for result in run(cases, later.testee) if result.wrong] == []
 
 
