@@ -4,9 +4,11 @@ A process that registers memory with a peer writes an attestation into a file of
 /proc. So nobody who was told of another's memory can register it as its own (KVP-REG-ATTEST).
 """
 
+import fcntl
 import os
 import select
 import threading
+import weakref
 from functools import cache
 from pathlib import Path
 
@@ -52,23 +54,42 @@ def this_process() -> Process:
 
 
 class Attestations:
-    """The sessions in which memory of this process is registered: digests of 32 bytes in an anonymous file."""
+    """The sessions in which memory of this process is registered: digests of 32 bytes in an anonymous file.
+
+    The file is there as long as memory whose handles name it.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # memory may go while it is held
         self._fd: int | None = None
         self._places: dict[bytes, int] = {}
         self._unused: list[int] = []
+        self._memories = set[int]()
+        """By id."""
 
-    @property
-    def fd(self) -> int:
-        """The descriptor by which peers read them, which every handle names; raises OSError if none is left."""
+    def of(self, memory: object) -> int:
+        """The descriptor by which peers read them, as long as this memory is there; raises OSError if none is left."""
         with self._lock:
+            if id(memory) not in self._memories:
+                self._memories.add(id(memory))
+                weakref.finalize(memory, self._gone, id(memory)).atexit = False
             if self._fd is None:
-                self._fd = os.memfd_create(_ATTESTATIONS, os.MFD_CLOEXEC)
+                self._fd = os.memfd_create(_ATTESTATIONS, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
                 for attestation, place in self._places.items():
                     self._write(attestation, place)
             return self._fd
+
+    def gone(self, memory: object) -> None:
+        """Close the file if this was the last memory."""
+        self._gone(id(memory))
+
+    def _gone(self, key: int) -> None:
+        with self._lock:
+            self._memories.discard(key)
+            if self._fd is not None and not self._memories:
+                os.close(self._fd)
+                self._fd = None
 
     def add(self, attestation: bytes) -> None:
         """Write one, unless it is written."""

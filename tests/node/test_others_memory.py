@@ -112,16 +112,24 @@ def test_what_is_attested_is_read_by_others_until_it_is_dropped() -> None:
     ours = Attestations()
     ours.add(b"1" * 32)  # before anybody can read it
     pid = os.getpid()
+    memories = [Side("source", 1, Party("p", 0, 0, 1), Party("d", 0, 0, 1)) for _ in range(2)]  # any objects
+    fd = ours.of(memories[0])
     for each in (b"2" * 32, b"3" * 32, b"3" * 32):
         ours.add(each)
-    assert all(attested(pid, ours.fd, n * 32) for n in (b"1", b"2", b"3"))
+    assert all(attested(pid, fd, n * 32) for n in (b"1", b"2", b"3"))
     ours.drop(b"2" * 32)
     ours.drop(b"9" * 32)
-    assert not attested(pid, ours.fd, b"2" * 32)
+    assert not attested(pid, fd, b"2" * 32)
     ours.add(b"4" * 32)
-    assert [attested(pid, ours.fd, n * 32) for n in (b"1", b"3", b"4", b"\x00")] == [True, True, True, False]
-    assert not attested(pid, ours.fd, (b"1" * 32 + b"4" * 32)[16:48])
+    assert [attested(pid, fd, n * 32) for n in (b"1", b"3", b"4", b"\x00")] == [True, True, True, False]
+    assert not attested(pid, fd, (b"1" * 32 + b"4" * 32)[16:48])
     assert not attested(pid, 1 << 20, b"1" * 32)
+    assert ours.of(memories[1]) == ours.of(memories[1]) == fd
+    ours.gone(memories[0])
+    assert attested(pid, fd, b"1" * 32)
+    del memories[1]
+    assert not attested(pid, fd, b"1" * 32)
+    assert attested(pid, ours.of(memories[0]), b"1" * 32)  # its sessions go on
 
 
 def test_a_file_that_holds_the_bytes_but_is_a_cache_attests_nothing() -> None:

@@ -75,6 +75,7 @@ def mappings() -> int:
 
 
 def test_a_mapping_holds_no_descriptor_and_is_gone_when_closed() -> None:
+    other = SharedMemory(4096)  # all memory of a process has one file of attestations
     before = descriptors(), mappings()
     memory = SharedMemory(4096)
     assert (descriptors(), mappings()) == (before[0] + 1, before[1] + 1)
@@ -86,6 +87,7 @@ def test_a_mapping_holds_no_descriptor_and_is_gone_when_closed() -> None:
         each.close()
     memory.close()
     assert (descriptors(), mappings()) == before
+    other.close()
 
 
 def test_memory_in_use_is_not_unmapped() -> None:

@@ -114,17 +114,17 @@ class DeviceMemory:
         allowed = self._known["handles"]
         if self._known["legacy"]:
             ipc = bytes(call(driver.cuIpcGetMemHandle(self.address), "handle").reserved)
-            handles.append(_encode(_LEGACY, self.address - self._known["start"], self._known["size"], ipc))
+            handles.append(self._encode(_LEGACY, self.address - self._known["start"], self._known["size"], ipc))
         elif allowed & 1:
             pieces = self._pieces()
             if self._shared is None:
                 self._shared = _share(pieces)
             body = [self._shared[0], [list(piece) for piece in self._shared[1]]]
-            handles.append(_encode(_VIRTUAL, self.address - pieces[0][0], sum(size for _, size in pieces), body))
+            handles.append(self._encode(_VIRTUAL, self.address - pieces[0][0], sum(size for _, size in pieces), body))
         if allowed & _FABRIC_TYPE.value and has_fabric(self.device):
             pieces = self._pieces()
             fabric = [(bytes(_export(base, _FABRIC_TYPE).data), size) for base, size in pieces]
-            handles.append(_encode(_FABRIC, self.address - pieces[0][0], sum(size for _, size in pieces), fabric))
+            handles.append(self._encode(_FABRIC, self.address - pieces[0][0], sum(size for _, size in pieces), fabric))
         if not handles:
             mine, yours = "memory of cuMemAlloc, or with POSIX descriptors", "virtual memory or a memory pool without"
             advice = "allocate with kvproto.transport.memory, or turn expandable segments and stream-ordered pools off"
@@ -176,19 +176,19 @@ class DeviceMemory:
                 withdraw(token)
             self._shared = None
 
+    def _encode(self, kind: int, offset: int, size: int, body: Any) -> Handle:
+        pid = os.getpid()
+        data = msgpack.packb([kind, pid, start_time(pid), _NONCE, offset, size, body, attestations.of(self)])
+        return Handle(transport=Transport.CUDA, data=data)
+
     def close(self) -> None:
         """Free it, if it was allocated here; peers must have unmapped it."""
         self.forget()
+        attestations.gone(self)
         if self._owned:
             self._owned = False
             current(self.device)
             call(driver.cuMemFree(self.address), "free")
-
-
-def _encode(kind: int, offset: int, size: int, body: Any) -> Handle:
-    pid = os.getpid()
-    data = msgpack.packb([kind, pid, start_time(pid), _NONCE, offset, size, body, attestations.fd])
-    return Handle(transport=Transport.CUDA, data=data)
 
 
 @attrs.define

@@ -94,7 +94,7 @@ class SharedMemory:
             raise _short(length, f"{left} that could be free", "make the pools smaller")
         self._nonce, self._fd = secrets.token_hex(16), -1
         try:
-            self._attested = attestations.fd
+            self._attested = attestations.of(self)
             self._fd = os.memfd_create(_NAME + self._nonce, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.posix_fallocate(self._fd, 0, length)
             # truncating it would kill peers that have mapped it
@@ -142,6 +142,7 @@ class SharedMemory:
         self._bytes.close()
         _owned.discard(self)
         self._close_file()
+        attestations.gone(self)
 
 
 def _short(length: int, yours: str, advice: str) -> LocalError:

@@ -78,6 +78,8 @@ def shorten() -> str:
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:kvproto"):
                 continue
+            if not os.fstat(int(name)).st_size:
+                continue
             os.ftruncate(int(name), 0)
             done.append("shorter")
         except PermissionError:
