@@ -26,6 +26,7 @@ __all__ = [
 _LONGEST_NAME = next(most for _, name, *_, most, _ in tables.FIELDS["Ticket"] if name == "engine")
 """The most bytes in an engine's name, as in the registry."""
 _MOST_TOKENS = tables.MAX_BODY // 4
+"""As many token ids as the longest body has room for, 4 bytes each."""
 _LONGEST_AXIS = next(most for _, name, *_, most, _ in tables.FIELDS["Axis"] if name == "name" and most)
 """The most bytes in the name of an axis."""
 _LONGEST_TEXT = 1 << 12

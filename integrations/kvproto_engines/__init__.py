@@ -1,1 +1,1 @@
-"""Shared parts of the adapters of engines: what is of no one engine."""
+"""Shared parts of the adapters of engines, which know none of the engines by name."""

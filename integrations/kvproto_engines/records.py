@@ -18,7 +18,7 @@ __all__ = ["COMPRESSED", "INDEXES", "WINDOW", "Field", "Record", "pending", "pla
 
 @attrs.frozen
 class Field:
-    """Bytes of a row: those of a part, or without a name such that nothing reads."""
+    """Bytes of a row: of a part, or padding, which has no name."""
 
     part: str
     kind: DType

@@ -50,7 +50,7 @@ class Layers:
         backend: Name of its attention back end.
         ids: Numbers of the layers, also of those on other pipeline stages.
         heads: KV heads of all ranks.
-        ranks: Over which tensor parallel divides them.
+        ranks: Tensor-parallel ranks, which divide the heads.
         blocks: Of the engine.
         tensors: Of each layer; of one with states, a list.
         computed: Element type of what is computed.

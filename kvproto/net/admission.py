@@ -193,7 +193,7 @@ class Connections:
                 _log.warning("more than %d connections: new ones cannot be dropped: %s", self.most, error)
 
     def _hide(self, path: Path, hidden: bool) -> None:
-        """Let nobody find an ipc address, or all of them again; who connects meanwhile tries again."""
+        """Hide an ipc address, or show it again; a client that connects meanwhile tries again."""
         aside = path.with_name(path.name + ".full")
         try:
             if hidden:
@@ -207,7 +207,7 @@ class Connections:
 
 
 def check_descriptors(count: int, path: str) -> None:
-    """Raise LocalError(INTERNAL) unless this process may open so many more: ZeroMQ ends it if it lacks one."""
+    """Raise LocalError(INTERNAL) unless this process may open `count` more, as ZeroMQ ends it if it lacks one."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
         left = most - len(os.listdir("/proc/self/fd"))

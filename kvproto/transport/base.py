@@ -170,7 +170,7 @@ class Capabilities:
     incremental: bool
     """Whether a request may go in several copies, the first of them while later layers are being computed."""
     converts: bool = False
-    """Whether it runs programs that convert (feature CONVERT); others it must not be given."""
+    """Whether it runs programs that convert (feature CONVERT); a transport without this is given none."""
     first_part_ratio: float = 0.0
     """Start the first part when it has this many times the rows still to be computed; 0: as soon as it is there."""
     poll_interval: float | None

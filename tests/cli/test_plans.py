@@ -325,7 +325,7 @@ def test_sizes_that_cannot_be_are_refused_by_name(options: list[str], says: str,
     assert says in ran("describe", "--preset", "deepseek-v3-eagle3", "--tp", "4", "--dcp", "2", *options, status=1)
 
 
-def test_names_in_the_page_are_text(files: dict[str, str], tmp_path: Path) -> None:
+def test_names_in_the_page_are_text() -> None:
     """A group's name is anybody's; what is written as markup into a page would run in the browser of who reads it."""
     page = (ROOT / "kvproto/cli/page.html").read_text()
     for written in re.findall(r"(?:innerHTML =|insertAdjacentHTML\(|inner \+=|strip \+=)(.*)", page):

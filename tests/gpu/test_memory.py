@@ -18,6 +18,7 @@ from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import call, current, driver, uuid
 from kvproto.transport.cuda.kernel import CopyJob
 from kvproto.transport.cuda.memory import DeviceMemory, connect
+from kvproto.transport.process import attestations
 from kvproto.wire import decode_struct, encode_struct
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Region
@@ -125,6 +126,21 @@ def test_regions_that_cannot_be_mapped(owner: tuple[Owner, int], case: str) -> N
     assert caught.value.path.startswith("regions[0].")
     if case != "dead":
         connect(peer.region, "regions[0]", device).close()  # the next good one works
+
+
+def test_memory_that_is_not_attested_is_refused(owner: tuple[Owner, int]) -> None:
+    """KVP-REG-ATTEST: another process's, and this process's own, which a peer may say is of another namespace."""
+    peer, device = owner
+    mine, session = DeviceMemory(1 << 20, device), b"s" * 32
+    for region in (peer.region, mine.region):
+        with raises(RemoteError, code=ErrorCode.TRANSPORT_FAILED, path="regions[0].handles"):
+            connect(region, "regions[0]", device, session)
+    with raises(RemoteError, code=ErrorCode.NO_TRANSPORT, path="regions[0].namespace"):
+        connect(attrs.evolve(mine.region, namespace=1), "regions[0]", device, session)
+    attestations.add(session)
+    connect(mine.region, "regions[0]", device, session).close()
+    attestations.drop(session)
+    mine.close()
 
 
 def test_writes_end_with_the_process(owner: tuple[Owner, int]) -> None:

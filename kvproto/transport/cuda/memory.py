@@ -249,6 +249,9 @@ def connect(region: Region, path: str, device: int, attestation: bytes | None = 
         raise _unreachable(f"{path}.handles", f"no FABRIC handles at {uuid(device)}", "a FABRIC handle", advice)
     if not here:
         return _mapped(region, path, device, usable)
+    if kind != _FABRIC and not near:
+        advice = "run both engines in one PID namespace, or use transport NIXL"
+        raise _unreachable(f"{path}.namespace", str(pid_namespace()), str(region.namespace), advice)
     if near and attestation is not None:
         _check_attested(path, pid, attested_fd, attestation)
     current(device)
@@ -258,16 +261,13 @@ def connect(region: Region, path: str, device: int, attestation: bytes | None = 
         raise _unreachable(f"{path}.device", "a GPU that this process sees", str(region.device), advice)
     if not Device(device).can_access_peer(owner) and device != owner:
         raise _unreachable(f"{path}.device", f"a peer of {uuid(device)}", str(region.device), "use transport NIXL")
-    if nonce == _NONCE and (kind == _LEGACY or device == owner):
+    if near and nonce == _NONCE and (kind == _LEGACY or device == owner):
         known = facts(region.base)
         if not known["type"] or known["device"] != owner or not enable_peer(device, owner):
             raise _failed(path, "memory of this process", "freed memory")
         return MappedDeviceMemory(region.base, region.length, device, pid)
     if kind == _FABRIC:
         return _mapped(region, path, device, usable)
-    if not near:
-        advice = "run both engines in one PID namespace, or use transport NIXL"
-        raise _unreachable(f"{path}.namespace", str(pid_namespace()), str(region.namespace), advice)
     if start_time(pid) != began:
         raise _failed(path, "a live process", f"process {pid} has ended")
     return _mapped(region, path, device, usable)
