@@ -11,6 +11,7 @@ import torch
 from kvproto_reference.engine.launch import launch
 from kvproto_reference.engine.lockstep import Lockstep
 from kvproto_reference.engine.world import World
+from kvproto_reference.errors import EngineError
 from kvproto_reference.gather import gather, scatter_sum
 
 from ..processes import Command
@@ -48,6 +49,18 @@ def engine() -> int:
     return launch(rank, sys.argv[1], 2, Path(sys.argv[2]))
 
 
+def refused(_: str, world: World) -> int:
+    gather(torch.zeros(1), world.size, world.group)
+    if world.rank == 1:
+        raise EngineError("five ranks of four heads")
+    gather(torch.zeros(1), world.size, world.group)
+    raise AssertionError("did it without the other rank")
+
+
+def refused_engine() -> int:
+    return launch(refused, sys.argv[1], 3, Path(sys.argv[2]))
+
+
 def broken(_: str, world: World) -> int:
     gather(torch.zeros(1), world.size, world.group)
     if not world.rank:
@@ -64,6 +77,15 @@ def broken_engine() -> int:
 def test_another_rank_is_killed(tmp_path: Path, does: str) -> None:
     status, _, said = Command(engine, [does, tmp_path]).wait(30)
     assert (status, said.strip()) == (1, "error: another rank of this engine has ended")
+
+
+def test_one_rank_says_why_and_the_first_that_it_has_ended(tmp_path: Path) -> None:
+    status, _, said = Command(refused_engine, ["", tmp_path]).wait(30)
+    assert status == 1
+    assert sorted(said.splitlines()) == [
+        "error: another rank of this engine has ended",
+        "error: five ranks of four heads",
+    ]
 
 
 def test_what_is_wrong_here_is_told_as_it_is(tmp_path: Path) -> None:

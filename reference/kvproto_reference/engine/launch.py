@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from kvproto.errors import DeviceFault, KvprotoError
 
-from ..errors import EngineError
-from .lockstep import ANOTHER_ENDED
+from ..errors import EngineError, RankEnded
 from .world import World
 
 Run = Callable[[Any, World], int]
@@ -28,8 +27,8 @@ _Bells = list[tuple[socket.socket, socket.socket]]
 """For each process from the second on: the first one's end of a pair of sockets, and its own."""
 _PR_SET_PDEATHSIG = 1
 _STOPS = signal.SIGINT, signal.SIGTERM
-_MS_TO_END = 1000
-"""A rank that is killed closes its sockets in any order."""
+_MS_TO_END = 5000
+"""Milliseconds between the ends of a rank's sockets, as one that ends closes them in any order."""
 _LIBC = ctypes.CDLL(None)
 
 
@@ -67,7 +66,11 @@ def launch(run: Run, options: Any, size: int, folder: Path, replicas: int = 1, g
                 process.start()
         for _, theirs in bells:
             theirs.close()
-        return _rank(run, options, 0, meeting, tuple(ours for ours, _ in bells))
+        status = _rank(run, options, 0, meeting, tuple(ours for ours, _ in bells))
+        if status:
+            for ours, _ in bells:  # nobody waits for it any more
+                ours.close()
+        return status
     except KeyboardInterrupt:
         return 130
     finally:
@@ -128,18 +131,20 @@ def _rank(run: Run, options: Any, place: int, meeting: _Meeting, bells: tuple[so
             dist.init_process_group("gloo", init_method=here, rank=place, world_size=meeting.processes)
         except RuntimeError as error:  # another has ended meanwhile, and says why
             raise EngineError(f"rank {place} did not meet the others: {str(error).partition(chr(10))[0]}") from error
-        with _told_of_others(bells), _groups_of(meeting, place) as computes:
+        with _told_of_others(bells, place), _groups_of(meeting, place) as computes:
             return run(options, _world(meeting, place, bells, computes))
     except (EngineError, KvprotoError, DeviceFault) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if not (place and isinstance(error, RankEnded)):
+            print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
 
 
 @contextlib.contextmanager
-def _told_of_others(bells: tuple[socket.socket, ...]) -> Iterator[None]:
-    """Raise EngineError where a message or a collective failed because another rank has ended.
+def _told_of_others(bells: tuple[socket.socket, ...], place: int) -> Iterator[None]:
+    """Raise RankEnded where a message or a collective failed because another rank has ended.
 
-    Which of the two a rank notices first is chance. A rank that is not the first ends with that one.
+    Which of the two a rank notices first is chance. A rank that is not the first waits for the end of that one, which
+    may itself wait to see who has ended.
     """
     try:
         yield
@@ -147,9 +152,9 @@ def _told_of_others(bells: tuple[socket.socket, ...]) -> Iterator[None]:
         ends = select.poll()
         for bell in bells:
             ends.register(bell, select.POLLRDHUP)
-        if not ends.poll(_MS_TO_END):
+        if not ends.poll(_MS_TO_END * (2 if place else 1)):
             raise
-        raise EngineError(ANOTHER_ENDED) from error
+        raise RankEnded from error
 
 
 def _world(meeting: _Meeting, place: int, bells: tuple[socket.socket, ...], computes: str) -> World:

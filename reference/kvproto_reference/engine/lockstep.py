@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from ..errors import EngineError
+from ..errors import RankEnded
 from ..gather import gather
 from .world import World
 
 Said = list[dict[str, Any]]
-ANOTHER_ENDED = "another rank of this engine has ended"
 
 
 class Lockstep:
@@ -54,7 +53,7 @@ class Lockstep:
 
     def _heard(self, bell: socket.socket, most: int) -> None:
         if not bell.recv(most):
-            raise EngineError(ANOTHER_ENDED)
+            raise RankEnded
 
     def exchange(self, mine: Said) -> list[Said]:
         """Gather what each rank says, by rank."""
