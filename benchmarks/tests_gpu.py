@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -61,12 +61,17 @@ def run(files: Sequence[str], before: Sequence[str] = (), options: Sequence[str]
         file=sys.stderr,
         flush=True,
     )
+    said = done.stdout + done.stderr
     found: dict[str, Any] = {"files": list(files), "rc": done.returncode, "seconds": round(seconds, 1), "tests": tests}
     if any(told.values()):
         found["measured"] = {name: values for name, values in told.items() if values}
     if before:
-        found["sanitizer"] = re.findall(r"ERROR SUMMARY: .*", done.stdout + done.stderr)
-    return found if done.returncode == 0 else found | {"output": (done.stdout + done.stderr)[-4000:]}
+        found["sanitizer"] = re.findall(r"ERROR SUMMARY: .*", said)
+        print("\n".join(found["sanitizer"]))
+    if done.returncode:
+        found["output"] = said[-4000:]
+        print(found["output"], flush=True)
+    return found
 
 
 def main() -> int:
@@ -78,18 +83,24 @@ def main() -> int:
         print("no GPU" if not count() else f"no {MEMCHECK[0]}", file=sys.stderr)
         return 2
     files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests/gpu").glob("test_*.py"))
+    runs: list[dict[str, Any]] = []
+
+    def note(done: dict[str, Any]) -> None:
+        """Keep what there is, as a machine may be gone before the last file is done."""
+        runs.append(done)
+        keep(args.out, gpu_facts() | {"runs": sorted(runs, key=lambda each: ("sanitizer" in each, each["files"]))})
+
     with ThreadPoolExecutor(args.jobs) as pool:
-        runs = list(pool.map(lambda file: run([file]), [file for file in files if file not in ALONE]))
-    runs += [run([file]) for file in ALONE]
-    if args.sanitize:
-        runs += [run(files, MEMCHECK, ["-k", chosen]) for files, chosen in SANITIZED.items()]
+        for done in as_completed(pool.submit(run, [file]) for file in files if file not in ALONE):
+            note(done.result())
+    for file in ALONE:
+        note(run([file]))
+    for chosen, wanted in SANITIZED.items() if args.sanitize else ():
+        note(run(chosen, MEMCHECK, ["-k", wanted]))
     total = [outcome for r in runs for outcome, _ in r["tests"].values() or [("did not run", 0)]]
     print(
         f"{count()} GPUs: {total.count('passed')} passed, {total.count('skipped')} skipped, {len(total) - total.count('passed') - total.count('skipped')} failed"
     )
-    for r in runs:
-        print("\n".join(r.get("sanitizer", [])) or r.get("output", ""), end="\n" if r["rc"] or "sanitizer" in r else "")
-    keep(args.out, gpu_facts() | {"runs": runs})
     return 1 if any(r["rc"] for r in runs) else 0
 
 
