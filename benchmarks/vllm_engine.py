@@ -1,4 +1,6 @@
-"""A vLLM engine in a process of its own, for benchmarks/vllm_gpu.py: batches of requests go in, tokens and times come back; and its model."""
+"""A vLLM engine in a process of its own, for benchmarks/vllm_gpu.py and vllm_handover.py: batches of requests go in, tokens and
+times come back; and its model.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class Ask:
 @attrs.frozen
 class Got:
     """Of a request: its tokens, why it ended, its parameters, for each token how far its logit is above the next one's, and
-    seconds from its coming to its first token.
+    seconds from its coming to its first token; `came` is when it came, by `time.perf_counter`, the clock of all processes.
     """
 
     tokens: list[int]
@@ -37,6 +39,7 @@ class Got:
     params: Any
     gaps: list[float]
     first: float
+    came: float
 
 
 def gap(logprobs: Any) -> float:
@@ -57,6 +60,9 @@ def serve(pipe: Any, settings: dict[str, Any]) -> None:
     for batch in iter(pipe.recv, None):
         if batch == "forget":
             pipe.send(engine.reset_prefix_cache())
+            continue
+        if isinstance(batch, tuple):
+            pipe.send(engine.collective_rpc(batch[0], args=batch[1:]))
             continue
         waiting, begun, got, steps = sorted(batch, key=lambda ask: -ask.after), {}, {}, []
         start = last = time.perf_counter()
@@ -80,7 +86,8 @@ def serve(pipe: Any, settings: dict[str, Any]) -> None:
                 name, found = out.request_id, out.outputs[0]
                 first = got[name].first if name in got else now - begun[name]
                 gaps = [gap(each) for each in found.logprobs or ()] if out.finished else []
-                got[name] = Got(list(found.token_ids), found.finish_reason, out.kv_transfer_params, gaps, first)
+                tokens, reason = list(found.token_ids), found.finish_reason
+                got[name] = Got(tokens, reason, out.kv_transfer_params, gaps, first, begun[name])
             if outs:
                 steps.append(now - last)
                 last = now
@@ -90,8 +97,11 @@ def serve(pipe: Any, settings: dict[str, Any]) -> None:
 class Engine:
     """One vLLM."""
 
-    def __init__(self, name: str, settings: dict[str, Any], environment: dict[str, str], log: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(
+        self, name: str, settings: dict[str, Any], environment: dict[str, str], log: Path, fork: bool = False
+    ) -> None:  # fmt: skip
+        """`fork`: with the packages that this process has imported, on the CPU."""
+        context = multiprocessing.get_context("fork" if fork else "spawn")
         self.name = name
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_start, args=(theirs, settings, environment, str(log)))
@@ -134,6 +144,12 @@ class Engine:
         if self.wait() is False:
             raise RuntimeError(f"{self.name} has requests whose blocks it cannot forget")
 
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """The answers of all workers to a call of benchmarks/vllm_connectors.py's `Worker`, by rank."""
+        self._pipe.send((name, *args))
+        answers: list[Any] = self.wait()
+        return answers
+
     def stop(self) -> None:
         with contextlib.suppress(OSError):  # it may have died
             self._pipe.send(None)
@@ -165,9 +181,11 @@ def make_model(folder: Path, small: bool, heads: int = 8) -> Path:
     return _written(folder, config, own, layers, width, queries, inner, words)
 
 
-def make_mla(folder: Path) -> Path:
+def make_mla(folder: Path, small: bool = False) -> Path:
     """Four layers of DeepSeek V2's attention, latent 512 and rotary key 64, 16 heads, without experts."""
-    layers, width, heads, latent, rope, nope, inner, words = 4, 1024, 16, 512, 64, 128, 2816, 8192
+    layers, width, heads, latent, rope, nope, inner, words = (
+        (2, 128, 4, 64, 32, 32, 256, 512) if small else (4, 1024, 16, 512, 64, 128, 2816, 8192)
+    )
     config = {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_key_value_heads": heads,
         "kv_lora_rank": latent, "q_lora_rank": None, "qk_rope_head_dim": rope, "qk_nope_head_dim": nope,

@@ -9,6 +9,7 @@ from typing import Any
 from kvproto import KvprotoError, Request, Source
 from kvproto.events import Expired, Undelivered
 from kvproto_engines.orders import Orders, Table, Tables
+from kvproto_engines.pace import Pace
 
 __all__ = ["Sending"]
 
@@ -19,9 +20,11 @@ _PATIENCE = 10.0
 class Sending:
     """Requests of one rank. Nothing here waits for a peer, but before the blocks of a preempted request are reused."""
 
-    def __init__(self, source: Source, tables: Mapping[str, Table], logger: logging.Logger) -> None:
-        """`tables` says by group name what its page table is."""
-        self.source, self._tables, self._logger = source, tables, logger
+    def __init__(
+        self, source: Source, tables: Mapping[str, Table], logger: logging.Logger, pace: Pace | None = None
+    ) -> None:  # fmt: skip
+        """`tables` says by group name what its page table is; `pace` counts the requests."""
+        self.source, self._tables, self._logger, self._pace = source, tables, logger, pace or Pace()
         self._requests: dict[str, Request] = {}
         self._held: set[str] = set()
         self._over: set[str] = set()
@@ -42,6 +45,7 @@ class Sending:
         for name, (ticket, prompt) in orders.requests.items():
             try:
                 self._requests[name] = self.source.request(ticket, prompt)
+                self._pace.begun(self._requests[name])
             except KvprotoError as error:
                 self._logger.error("request %s is not handed over: %s", name, error)
         for name, reason in orders.failed.items():

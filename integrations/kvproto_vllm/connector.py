@@ -17,6 +17,7 @@ from kvproto_engines import described, told
 from kvproto_engines.loading import Loading
 from kvproto_engines.memory import only_context
 from kvproto_engines.orders import Orders
+from kvproto_engines.pace import Pace
 from kvproto_engines.sending import Sending
 from kvproto_vllm.engine import Opened, open_pool
 from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
@@ -31,9 +32,10 @@ logger = logging.getLogger("vllm.kvproto")
 
 @dataclass
 class _Metadata(base.KVConnectorMetadata):
-    """From the scheduler's side to each worker."""
+    """From the scheduler's side to each worker; `idle`: the step computes nothing."""
 
     orders: Orders
+    idle: bool
 
 
 @dataclass
@@ -70,6 +72,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._gpu: torch.device | None = None
         self._zeroed = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._opened: Opened | None = None
+        self._pace = Pace()
+        self._in_step = vllm_config.parallel_config.data_parallel_size > 1  # with replicas that compute, perhaps
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -95,7 +99,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if manager is None and self._roles[0]:
             self._tables.scheduled(scheduler_output)
         tables = manager.get_block_ids if manager else self._tables
-        return _Metadata(self._scheduling.orders(scheduler_output, tables))
+        idle = not scheduler_output.total_num_scheduled_tokens
+        return _Metadata(self._scheduling.orders(scheduler_output, tables), idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(connector_output.kv_connector_worker_meta, _WorkerMetadata):
@@ -131,9 +136,11 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         told.follow(logger)
         if self._roles[0]:
             listen = settings.listen.replace("{replica}", str(self._replica))
-            self._sending = Sending(Source(settings.name, opened.pool, listen, settings.options), opened.tables, logger)
+            source = Source(settings.name, opened.pool, listen, settings.options)
+            self._sending = Sending(source, opened.tables, logger, self._pace)
         sink = Sink(settings.name, opened.pool, dict(settings.sources), settings.options) if self._roles[1] else None
-        self._loading = Loading(sink, opened.tables, logger, self._vllm_config.cache_config.enable_prefix_caching)
+        whole = self._vllm_config.cache_config.enable_prefix_caching
+        self._loading = Loading(sink, opened.tables, logger, whole, self._pace)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         self.register_kv_caches(layers_of(kv_cache, attn_backend, self._kv_cache_config))
@@ -166,6 +173,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         results = TransferResults()
+        if self._metadata.idle and not self._in_step:
+            self._pace.rest()
         if self._sending is not None:
             results.finished_sending = self._sending.freed(self._bound)
             self._sending.source.events()  # raises the error that ended its thread, if one did
@@ -196,6 +205,10 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     @property
     def _bound(self) -> Orders:
         """The orders of the scheduler's side for this step."""
+        return self._metadata.orders
+
+    @property
+    def _metadata(self) -> _Metadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _Metadata)
-        return metadata.orders
+        return metadata

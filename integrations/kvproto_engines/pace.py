@@ -1,0 +1,56 @@
+"""The worker's thread beside kvproto's I/O thread: both need one interpreter while transfers are under way."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+from kvproto import Fetch, Request
+
+__all__ = ["Pace"]
+
+_REST = 1e-3
+"""Seconds that a step which computes nothing waits at most: as many as vLLM sleeps after it."""
+_SWITCH = 1e-4
+"""The interpreter's switch interval, in seconds: a thread that wants the interpreter waits so long for one that computes,
+or, as vLLM's workers do, polls in Python for the next step.
+"""
+
+
+class Pace:
+    """Transfers under way, of one worker: its steps rest until one ends, and threads switch often meanwhile."""
+
+    def __init__(self, most: float = _REST) -> None:
+        """`most` is for how many seconds a step rests."""
+        self._most = most
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._under_way = set[Fetch | Request]()
+        self._usual = sys.getswitchinterval()
+
+    def begun(self, transfer: Fetch | Request) -> None:
+        """Count a transfer as under way until it ends."""
+        with self._lock:
+            if not self._under_way:
+                self._usual = sys.getswitchinterval()
+                sys.setswitchinterval(min(_SWITCH, self._usual))
+            self._under_way.add(transfer)
+        transfer.add_done_callback(self._over)
+
+    def _over(self, transfer: Any) -> None:
+        with self._lock:
+            self._under_way.discard(transfer)
+            if not self._under_way:
+                sys.setswitchinterval(self._usual)
+        self._ended.set()
+
+    def rest(self) -> None:
+        """Wait until a transfer ends, if one is under way and none has ended since the last call."""
+        if not self.idle:
+            self._ended.wait(self._most)
+        self._ended.clear()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no transfer is under way."""
+        return not self._under_way
