@@ -5,12 +5,13 @@ worker tells of its caches.
 
 * "order": n sorts an engine's free blocks (n 0), or scatters them by the seed n;
 * "tell": true has the request's blocks come back with its answer, as "blocks";
-* "marks": "" has the scheduler's process note its times from now on, and a path has it write them there (vllm_marks.py).
+* "marks": "begin" has the scheduler's process note its times until "stop", and a path has it write them (vllm_marks.py).
 """
 
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class _Asked:
         if params.pop("tell", False):
             self._telling.add(request.request_id)
         if place is not None:
-            vllm_marks.write(place) if place else vllm_marks.begin()
+            {"begin": vllm_marks.begin, "stop": vllm_marks.stop}.get(place, partial(vllm_marks.write, place))()
         if seed is not None:
             queue = self._blocks.free_block_queue
             free = queue.popleft_n(queue.num_free_blocks)
@@ -127,6 +128,10 @@ class Worker:
     def begin_marks(self) -> None:
         """Note times from now on."""
         vllm_marks.begin()
+
+    def stop_marks(self) -> None:
+        """Note none."""
+        vllm_marks.stop()
 
     def marks(self) -> list[Any]:
         """What was noted since the last call."""

@@ -1,13 +1,10 @@
-"""Two vLLM engines hand prompts over on GPUs: equal tokens, then how long it takes, beside vLLM's own connector.
+"""Two vLLM engines hand prompts over on GPUs: are the tokens those of the decode engine alone?
 
 `python benchmarks/vllm_gpu.py [--out] [--only NAME ...] [--cpu]`, where vLLM runs: one GPU for both engines, or one each.
 For each pair of engines a model of random weights is served twice. `exact`: float32, HND to NHD; the tokens are those of the
 decode engine alone with all but one token in its prefix cache, also with prefix hits and scattered blocks, and not where a bit
-of a page is flipped. `unlike`: other block sizes and chunks too, which alone make two engines differ at near ties. `ours` (with
-every byte checked, without, by pull, over nixl), `nixl` (vLLM's own) and `nothing` (loads that move nothing: the engines' own
-time): bfloat16 with FlashAttention, 8 prompts of 8,192 tokens at once, in rounds of three, blocks scattered in the second; from
-asking the decode engine until it has the first token of each. Then the first token of one prompt, and steps of a decode engine
-while prompts arrive. Quantized caches, as `exact`. --out keeps all samples, with --only those of the pairs that it names.
+of a page is flipped. `unlike`: other block sizes and chunks too, which alone make two engines differ at near ties. Quantized
+caches, as `exact`. How long hand-overs take is `vllm_handover.py`'s.
 """
 
 from __future__ import annotations
@@ -15,16 +12,14 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import sys
 import tempfile
 import traceback
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from harness import arguments, keep
-from vllm_engine import Ask, Engine, Got, make_model
+from vllm_engine import Engine, Got, make_model
 
 HERE = Path(__file__).parent
 ASK = {
@@ -34,7 +29,7 @@ ASK = {
 """The parameters that a proxy sends to a prefill engine, for either connector."""
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "", "VLLM_HOST_IP": "127.0.0.1", "NO_COLOR": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }  # fmt: skip
 SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True, "max_model_len": 33_024, "max_num_seqs": 64, "enable_prefix_caching": False, "seed": 0,
@@ -46,10 +41,6 @@ EXACT = {"dtype": "float32", **TRITON}
 Pair = tuple[dict[str, Any], dict[str, Any], dict[str, str]]
 
 
-def _same(given: dict[str, Any]) -> Pair:
-    return given, given, {}
-
-
 PAIRS: dict[str, Pair] = {
     "exact": (EXACT, EXACT | {"enable_prefix_caching": True}, {"VLLM_KV_CACHE_LAYOUT": "HND"}),
     "unlike": (
@@ -57,12 +48,6 @@ PAIRS: dict[str, Pair] = {
         EXACT | {"block_size": 16, "enable_prefix_caching": True},
         {"VLLM_KV_CACHE_LAYOUT": "HND"},
     ),
-    "ours": _same({"dtype": "bfloat16", **FLASH}),
-    "nixl": _same({"dtype": "bfloat16", **FLASH}),
-    "ours, no checksums": _same({"dtype": "bfloat16", **FLASH}),
-    "ours, pull": _same({"dtype": "bfloat16", **FLASH}),
-    "ours, over nixl": _same({"dtype": "bfloat16", **FLASH}),
-    "nothing": _same({"dtype": "bfloat16", **FLASH}),
 } | {
     dtype: (EXACT | {"kv_cache_dtype": dtype}, EXACT | {"kv_cache_dtype": dtype, "enable_prefix_caching": True}, {})
     for dtype in ("fp8_e4m3", "int8_per_token_head")
@@ -133,41 +118,6 @@ def exact(prefill: Engine, decode: Engine, small: bool) -> dict[str, Any]:
     return figures
 
 
-def rounds(prefill: Engine, decode: Engine, small: bool) -> dict[str, Any]:
-    """Seconds of rounds, of first tokens, and of steps while prompts arrive."""
-    number, length, times = (4, 200, 2) if small else (8, 8192, 5)
-    figures: dict[str, Any] = {"ordered": [], "scattered": [], "again": [], "equal": []}
-    for turn in range(times):
-        for kind, seed in (("ordered", 0), ("scattered", 7 + turn), ("again", 0)):
-            prefill.order(seed)
-            decode.order(seed and seed + 100)
-            got, seconds = over(prefill, decode, tokens_of([length] * number, 20 + turn), 1)
-            figures[kind].append(seconds)
-    prompts = tokens_of([length] * number, 20 + times - 1)
-    figures["equal"] = [a.tokens == b.tokens for a, b in zip(got, decode.run(prompts)[0], strict=True)]
-    figures["first token"] = {}
-    for size in (100, 400) if small else (1024, 8192, 32_768):
-        figures["first token"][size] = [
-            over(prefill, decode, tokens_of([size], 50 + i), 1)[1] for i in range(times + 1)
-        ][1:]
-    # decode steps of other requests while the prompts arrive
-    params = [one.params for one in prefill.run(prompts, params=ASK)[0]]
-    local, come = tokens_of([64] * 8, 60), 60 if small else 200
-    batch = [Ask(f"l{i}", tokens, 2 * come) for i, tokens in enumerate(local)]
-    batch += [Ask(f"h{i}", tokens, 1, one, come) for i, (tokens, one) in enumerate(zip(prompts, params, strict=True))]
-    decode.give(batch)
-    got_, _, steps = decode.wait()
-    first = max(one.first for name, one in got_.items() if name[0] == "h")
-    during, left = [], first
-    for step in steps[come:]:
-        during.append(step)
-        left -= step
-        if left <= 0:
-            break
-    figures["steps before"], figures["steps during"], figures["arrived after"] = steps[20:come], during, first
-    return figures
-
-
 def log_of(logs: Path, name: str, role: str) -> Path:
     """The file to which an engine of a pair writes."""
     return logs / f"{name.replace(',', '').replace(' ', '-')}.{role}.log"
@@ -184,13 +134,13 @@ def started(role: str, settings: dict[str, Any], environment: dict[str, str], lo
     return Engine(role, settings, environment, log)
 
 
-def ours(at: int, place: str, options: dict[str, Any], connector: str = "Ours") -> dict[str, Any]:
+def ours(at: int, place: str, options: dict[str, Any]) -> dict[str, Any]:
     """Settings of our connector, of the first engine of a pair that meets at this place, or of the second."""
     role, kind = (("prefill", "kv_producer"), ("decode", "kv_consumer"))[at]
     extra: dict[str, Any] = {"name": role, "options": options}
     extra |= {"listen": f"{place}{{rank}}"} if at == 0 else {"sources": {"prefill": f"{place}0"}}
     return {
-        "kv_connector": connector, "kv_connector_module_path": "vllm_connectors", "kv_role": kind,
+        "kv_connector": "Ours", "kv_connector_module_path": "vllm_connectors", "kv_role": kind,
         "kv_connector_extra_config": extra,
     }  # fmt: skip
 
@@ -203,52 +153,25 @@ def pair(
     engines = []
     for at, role in enumerate(("prefill", "decode")):
         settings = {"model": str(model)} | ({} if small else given[at])
-        environment = (given[2] if at == 0 else {}) | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + 100 * at)}
+        environment = dict(given[2] if at == 0 else {})
         if small:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             environment.pop("VLLM_KV_CACHE_LAYOUT", None)
         else:
-            # a process of ours sees the other's GPU, which it writes
-            seen = devices[at : at + 1] if name == "nixl" else dict.fromkeys(devices[at:] + devices[:at])
+            seen = dict.fromkeys(devices[at:] + devices[:at])  # the other's GPU too, which it writes
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, seen))
-        transport = "nixl" if name.endswith("nixl") else "shm" if small else "cuda"
-        options = {"transports": [transport], "verify": "," not in name, "pull": name.endswith("pull")}
-        place = f"ipc://{folder}/{list(PAIRS).index(name)}-"
-        settings["kv"] = ours(at, place, options, "Nothing" if name == "nothing" else "Ours")
-        if name == "nixl":
-            del settings["kv"]["kv_connector_extra_config"]
-            settings["kv"] |= {"kv_connector": "Nixl", "kv_buffer_device": "cpu" if small else "cuda"}
+        options = {"transports": ["shm" if small else "cuda"]}
+        settings["kv"] = ours(at, f"ipc://{folder}/{list(PAIRS).index(name)}-", options)
         block = given[at].get("block_size", 16) * 2 if small else 0
         engines.append(started(role, settings, environment, log_of(logs, name, role), block))
     return engines
 
 
-def loads(log: Path) -> list[float]:
-    """Seconds from the engine's order to load until it knows that all prompts of a round have arrived, of each round."""
-    figures, begun, left = [], 0.0, 0
-    for line in log.read_text(errors="replace").splitlines():
-        if (said := re.search(r"(\d+\.\d+) (loads|arrived) (\d+)$", line)) is None:
-            continue
-        now, number = float(said[1]), int(said[3]) * (1 if said[2] == "loads" else -1)
-        begun, left = (begun if left else now), left + number
-        if not left:
-            figures.append(now - begun)
-    return figures
-
-
-def measure(name: str, figures: dict[str, Any], engines: list[Engine], logs: Path, small: bool) -> bool:
+def measure(name: str, figures: dict[str, Any], engines: list[Engine], small: bool) -> bool:
     """Measure a pair, into `figures`; return whether tokens are not as they should be."""
     try:
         for engine in engines:
             figures["vllm"] = engine.wait(600)
-        if name.startswith(("ours", "nixl", "nothing")):
-            told = figures[name] = rounds(*engines, small)
-            said = {k: f"{median(v) * 1e3:.2f}" for k, v in told.items() if isinstance(v, list) and k != "equal"}
-            said |= {str(k): f"{median(v) * 1e3:.2f}" for k, v in told["first token"].items()}
-            print(f"{name}, ms: {said} equal {told['equal']}", flush=True)
-            if name.startswith("ours"):
-                told["loads"] = loads(log_of(logs, name, "decode"))
-            return False
         told = figures[name] = exact(*engines, small)
         print(name, json.dumps(told), flush=True)
         bad = [gap for k, v in told.items() for gap in v["gap"] if k != "one bit" and gap is not None and gap > TIE]
@@ -282,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         for name in args.only:
             try:
                 engines = pair(name, model, args.logs, folder, devices, args.cpu)
-                wrong += measure(name, figures, engines, args.logs, args.cpu)
+                wrong += measure(name, figures, engines, args.cpu)
                 figures[name]["machine"] = machine
             except Exception:
                 wrong += 1

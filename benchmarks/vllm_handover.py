@@ -11,8 +11,8 @@ token of each, and the time from that call until it has the last of these tokens
 * the steps of 8 other requests, which decode meanwhile, while the 8 prompts arrive.
 
 Before that, in each world, decode's caches are poisoned, and what arrives is compared with what prefill has, all bytes of
-all layers, by sums of each block and head; and its tokens with those of the decode engine alone. `--trace` has the last part
-note the times of single hand-overs through ours, by process and thread (vllm_marks.py).
+all layers, by sums of each block and head; and its tokens with those of the decode engine alone. `--trace` also has single
+hand-overs through ours noted by process and thread, and says what each part takes (vllm_marks.py); the file has the marks.
 """
 
 from __future__ import annotations
@@ -34,40 +34,12 @@ import numpy.typing as npt
 from harness import arguments, keep
 from vllm_engine import Ask, Engine, Got, make_mla, make_model
 from vllm_gpu import ASK, ENVIRONMENT, FLASH, SETTINGS, tokens_of
+from vllm_marks import budgets, table
 
 HERE = Path(__file__).parent
 WORLDS = {"TP 1 to 1": (1, 1), "TP 2 to 2": (2, 2), "TP 1 to 2": (1, 2), "TP 2 to 1": (2, 1)}
 CONNECTORS = ("ours", "nixl", "nothing", "ours, no checksums", "ours, pull")
 _MOVING = ("ours", "nixl", "ours, no checksums", "ours, pull")
-
-
-@attrs.frozen
-class Model:
-    """Settings of the engines of a model, on GPUs and, smaller, on the CPU, and whether its ranks divide heads."""
-
-    make: Any
-    gpu: dict[str, Any]
-    cpu: dict[str, Any]
-    divided: bool
-
-
-_IN_TORCH = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
-MODELS = {
-    "GQA": Model(make_model, {**FLASH, "kv_cache_memory_bytes": 5 << 30}, {"block_size": 32}, True),
-    "MLA": Model(
-        make_mla,
-        {
-            "attention_backend": "FLASHMLA", "block_size": 64, "enforce_eager": True, "kv_cache_memory_bytes": 2 << 30,
-        },
-        {"block_size": 16, "attention_backend": "CPU_MLA", **_IN_TORCH},
-        False,
-    ),
-}  # fmt: skip
-SMALL: dict[str, Any] = {
-    "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32", "enforce_eager": True,
-    "max_num_batched_tokens": 1024,
-}  # fmt: skip
-"""On the CPU, to try this script."""
 
 
 @attrs.frozen
@@ -84,13 +56,46 @@ class Sizes:
     """Steps of the requests that decode meanwhile before the prompts come."""
 
 
-BIG, LITTLE = Sizes(), Sizes(number=3, length=192, alone=(96, 384), turns=3, singles=3, local=20)
+@attrs.frozen
+class Model:
+    """Settings of the engines of a model, on GPUs and, smaller, on the CPU, and whether its ranks divide heads."""
+
+    make: Any
+    gpu: dict[str, Any]
+    cpu: dict[str, Any]
+    divided: bool
+    sizes: Sizes
+
+
+_IN_TORCH = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+MODELS = {
+    "GQA": Model(make_model, {**FLASH, "kv_cache_memory_bytes": 5 << 30}, {"block_size": 32}, True, Sizes()),
+    "MLA": Model(
+        make_mla,
+        {
+            "attention_backend": "FLASHMLA", "block_size": 64, "enforce_eager": True, "kv_cache_memory_bytes": 2 << 30,
+        },
+        {"block_size": 16, "attention_backend": "CPU_MLA", **_IN_TORCH},
+        False,
+        Sizes(turns=4, singles=6),
+    ),
+}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32", "enforce_eager": True,
+    "max_num_batched_tokens": 1024,
+}  # fmt: skip
+"""On the CPU, to try this script."""
+
+
+LITTLE = Sizes(number=3, length=192, alone=(96, 384), turns=3, singles=3, local=20)
 
 
 class Side:
     """The engines of a model, by connector, role (0 prefill, 1 decode) and tensor parallel size."""
 
-    def __init__(self, model: str, folder: Path, logs: Path, gpus: int, connectors: list[str], worlds: list[str]) -> None:
+    def __init__(
+        self, model: str, folder: Path, logs: Path, gpus: int, connectors: list[str], worlds: list[str]
+    ) -> None:
         self.model, self.folder, self.logs, self.gpus = model, folder, logs, gpus
         small = not gpus
         self._weights = MODELS[model].make(folder / f"model-{model}", small)
@@ -107,8 +112,7 @@ class Side:
             "worker_extension_cls": "vllm_connectors.Worker", "gpu_memory_utilization": 0.03, "dtype": "bfloat16",
         }  # fmt: skip
         environment = ENVIRONMENT | {
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(21_000 + 20 * number), "VLLM_PORT": str(22_000 + 100 * number),
-            "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "NCCL_NVLS_ENABLE": "0",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(21_000 + 20 * number), "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "NCCL_NVLS_ENABLE": "0",
             "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
         }  # fmt: skip
         if self.gpus:
@@ -121,6 +125,7 @@ class Side:
             del settings["gpu_memory_utilization"]
             settings |= {"distributed_executor_backend": "mp"} if tp > 1 else {}
             environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         settings["kv"] = self._kv(name, role, tp)
         title = f"{name}-{('prefill', 'decode')[role]}-{tp}".replace(",", "").replace(" ", "-")
         return Engine(title, settings, environment, self.logs / f"{self.model}-{title}.log", fork=not self.gpus)
@@ -203,7 +208,8 @@ def checked(prefill: Engine, decode: Engine, sizes: Sizes, divided: bool) -> dic
     sent = [_digests(prefill, some[:-1], divided) for some in blocks]
     there = decode.run(prompts, most, [one.params | {"tell": True} for one in here])[0]
     came = [
-        _digests(decode, one.params["blocks"][: len(some) - 1], divided) for one, some in zip(there, blocks, strict=True)
+        _digests(decode, one.params["blocks"][: len(some) - 1], divided)
+        for one, some in zip(there, blocks, strict=True)
     ]
     first = [
         next((i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=True)) if a != b), most)
@@ -231,13 +237,13 @@ def measure(side: Side, world: str, names: list[str], sizes: Sizes, figures: dic
     for name in side.alive(names):
         figures[name] = {"ordered": [], "scattered": [], "alone": {str(size): [] for size in sizes.alone}}
         if name in _MOVING:
-            with _guarded(side, name):
+            with _Guarded(side, name):
                 figures[name]["checked"] = checked(*side.pair(name, world), sizes, MODELS[side.model].divided)
                 print(f"{side.model}, {world}, {name}: {json.dumps(figures[name]['checked'])}", flush=True)
     turns = [(turn, kind) for turn in range(sizes.turns) for kind in ("ordered", "scattered")]
     for at, (turn, kind) in enumerate(turns):
         for name in _rotated(side.alive(names), at):
-            with _guarded(side, name):
+            with _Guarded(side, name):
                 prefill, decode = side.pair(name, world)
                 prefill.order(7 + turn if kind == "scattered" else 0)
                 decode.order(107 + turn if kind == "scattered" else 0)
@@ -246,11 +252,11 @@ def measure(side: Side, world: str, names: list[str], sizes: Sizes, figures: dic
     for turn in range(sizes.singles):
         for size in sizes.alone:
             for name in _rotated(side.alive(names), turn):
-                with _guarded(side, name):
+                with _Guarded(side, name):
                     seconds = over(*side.pair(name, world), tokens_of([size], 50 + turn))[1]
                     figures[name]["alone"][str(size)] += [seconds] * (turn > 0)
     for name in side.alive(names):
-        with _guarded(side, name):
+        with _Guarded(side, name):
             figures[name] |= meanwhile(*side.pair(name, world), sizes)
     for name in side.alive(names):
         told = {kind: _ms(figures[name][kind]) for kind in ("ordered", "scattered", "steps during")}
@@ -269,7 +275,7 @@ def _rotated(names: list[str], by: int) -> list[str]:
     return names[cut:] + names[:cut]
 
 
-class _guarded:  # noqa: N801 - used as a function
+class _Guarded:
     """Leave a connector out when one of its engines fails, and go on with the others."""
 
     def __init__(self, side: Side, name: str) -> None:
@@ -309,9 +315,9 @@ def traced(side: Side, world: str, sizes: Sizes, folder: Path) -> list[dict[str,
     prefill, decode = side.pair("ours", world)
     for engine in (prefill, decode):
         engine.call("begin_marks")
-        engine.run([[5, 6, 7]], params={"marks": ""})
+        engine.run([[5, 6, 7]], params={"marks": "begin"})
     found = []
-    shapes = [[size] for size in sizes.alone for _ in range(8)] + [[sizes.length] * sizes.number] * 6
+    shapes = [[size] for size in sizes.alone for _ in range(8)] + [[sizes.length] * sizes.number] * 3
     for turn, lengths in enumerate(shapes):
         prompts = tokens_of(lengths, 70 + turn)
         for engine in (prefill, decode):
@@ -330,6 +336,9 @@ def traced(side: Side, world: str, sizes: Sizes, folder: Path) -> list[dict[str,
         sample = {"lengths": lengths, "prefilled": max(one.came + one.first for one in computed)}
         sample |= {"asked": min(one.came for one in got), "answered": max(one.came + one.first for one in got)}
         found.append(sample | {"marks": marks})
+    for engine in (prefill, decode):
+        engine.call("stop_marks")
+        engine.run([[5, 6, 7]], params={"marks": "stop"})
     return found
 
 
@@ -344,7 +353,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
     args = parser.parse_args(argv)
     args.logs.mkdir(parents=True, exist_ok=True)
-    figures: dict[str, Any] = {}
+    some = args.out and args.out.exists() and set(args.models) < set(MODELS)
+    figures: dict[str, Any] = json.loads(args.out.read_text()) if some else {}
     gpus = 0
     if args.cpu:
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -355,22 +365,27 @@ def main(argv: list[str] | None = None) -> int:
     else:
         from gpu import gpu_facts
 
-        figures = {"machine": gpu_facts()}
+        figures["machine"] = gpu_facts()
         gpus = figures["machine"]["gpus"]
     worlds = [world for world in args.only if args.cpu or gpus >= 2 * max(WORLDS[world]) or world == "TP 1 to 1"]
-    sizes, wrong, traces = (LITTLE if args.cpu else BIG), 0, dict[str, Any]()
+    wrong, traces = 0, dict[str, Any]()
     for model in args.models:
         with tempfile.TemporaryDirectory() as folder:
+            sizes = LITTLE if args.cpu else MODELS[model].sizes
             side = Side(model, Path(folder), args.logs, gpus, args.connectors, worlds)
             try:
-                figures["vllm"] = side.ready(200)
+                figures["vllm"] = side.ready(200 if gpus else 1200)
                 for world in worlds:
                     measure(side, world, args.connectors, sizes, figures.setdefault(f"{model}, {world}", {}))
                     keep(args.out, figures)
-                for world in worlds if args.trace and side.alive(["ours"]) else ():
-                    with _guarded(side, "ours"):
-                        traces[f"{model}, {world}"] = traced(side, world, sizes, Path(folder))
-                        args.trace.write_text(json.dumps(traces))
+                    if args.trace and side.alive(["ours"]):
+                        with _Guarded(side, "ours"):
+                            traces[f"{model}, {world}"] = traced(side, world, sizes, Path(folder))
+                            args.trace.write_text(json.dumps(traces))
+                            told = figures[f"{model}, {world}"]["budget"] = budgets(traces[f"{model}, {world}"])
+                            keep(args.out, figures)
+                            for size, parts in told.items():
+                                print(f"{model}, {world}, {size} tokens, ms\n{table(parts)}", flush=True)
             finally:
                 side.stop()
             wrong += len(side.dead)

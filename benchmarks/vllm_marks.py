@@ -19,12 +19,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 from kvproto.rank import driver
 
-__all__ = ["WRAPPED", "begin", "take", "write"]
+__all__ = ["PATH", "WRAPPED", "begin", "budgets", "stop", "table", "take", "write"]
 
 Mark = tuple[int, int, str, str, str, int]
 
@@ -68,7 +69,7 @@ int polled(int fd, struct epoll_event *events, int most, int milliseconds, long 
 }
 """
 _marks: list[Mark] = []
-_begun = False
+_wrapped = _noting = False
 
 
 class _Event(ctypes.Structure):
@@ -86,7 +87,7 @@ class _Polling:
         self._events, self._when = (_Event * 64)(), ctypes.c_longlong()
 
     def poll(self, timeout: float) -> list[tuple[int, int]]:
-        if not _begun:
+        if not _noting:
             return self._epoll.poll(timeout)
         began = time.monotonic_ns()
         n = _polled()(self._epoll.fileno(), self._events, 64, int(timeout * 1000), ctypes.byref(self._when))
@@ -121,6 +122,8 @@ def _wrap(owner: type, method: str, name: str) -> None:
 
     @functools.wraps(before)
     def marked(*args: Any, **named: Any) -> Any:
+        if not _noting:
+            return before(*args, **named)
         began = time.monotonic_ns()
         try:
             return before(*args, **named)
@@ -131,9 +134,9 @@ def _wrap(owner: type, method: str, name: str) -> None:
 
 
 def begin() -> None:
-    """Wrap the methods in this process, once, and forget what was noted."""
-    global _begun
-    if not _begun:
+    """Wrap the methods in this process, once, and note times from now on."""
+    global _noting, _wrapped
+    if not _wrapped:
         for place, methods in WRAPPED.items():
             module, _, name = place.partition(":")
             try:
@@ -143,8 +146,15 @@ def begin() -> None:
             for method, title in methods.items():
                 _wrap(owner, method, title)
         _polled()
-        _begun = True
+        _wrapped = True
+    _noting = True
     _marks.clear()
+
+
+def stop() -> None:
+    """Note nothing any more."""
+    global _noting
+    _noting = False
 
 
 def take() -> list[Mark]:
@@ -156,3 +166,61 @@ def take() -> list[Mark]:
 def write(path: str) -> None:
     """Write what was noted since the last call."""
     Path(path).write_text(json.dumps(take()))
+
+
+PATH = (
+    ("queue to decode's scheduler", "decode", "request in scheduler", 1),
+    ("decode's scheduler step", "decode", "connector, orders", 1),
+    ("queue to decode's worker", "decode", "connector, start loads", 0),
+    ("pages named, Transfer sent", "decode", "sink sends", 1),
+    ("socket, and wake-up of prefill's I/O thread", "prefill", "asleep", 1),
+    ("prefill's interpreter lock", "prefill", "interpreter's lock", 1),
+    ("Transfer read, planned", "prefill", "copy launch", 0),
+    ("launch", "prefill", "copy launch", 1),
+    ("copy, and poll of its event", "prefill", "source checksums", 0),
+    ("prefill's checksums", "prefill", "source says Done", 0),
+    ("Done sent", "prefill", "source sends", 1),
+    ("socket, and wake-up of decode's I/O thread", "decode", "asleep", 1),
+    ("decode's interpreter lock", "decode", "interpreter's lock", 1),
+    ("Done read", "decode", "sink checksums begun", 0),
+    ("decode's checksums", "decode", "sink arrived", 1),
+    ("until decode's worker asks", "decode", "connector, results", 1),
+    ("queue to decode's scheduler, again", "decode", "update scheduler", 1),
+    ("vLLM's sleep", "decode", "schedule", 0),
+    ("decode's scheduler step, again", "decode", "schedule", 1),
+    ("forward and sampling", "decode", "update scheduler", 1),
+)
+"""The way of one prompt: what passes until the next mark of this name, on this side, begins (0) or ends (1)."""
+
+
+def budget(sample: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of each part of the hand-over of one prompt, from the call until the answer; of several ranks the last."""
+    now = int(sample["asked"] * 1e9)
+    parts = {}
+    for part, role, name, edge in PATH:
+        next_by_process: dict[int, int] = {}
+        for side, began, ended, title, _, _, process in sample["marks"]:
+            when = (began, ended)[edge]
+            if (side, title) == (role, name) and when >= now:
+                next_by_process[process] = min(when, next_by_process.get(process, when))
+        then = max(next_by_process.values(), default=now)
+        parts[part], now = (then - now) / 1e6, then
+    return parts | {"answer to the client": sample["answered"] * 1e3 - now / 1e6}
+
+
+def budgets(samples: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """By the length of single prompts: milliseconds of each part, of each time."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for sample in samples:
+        if len(sample["lengths"]) == 1:
+            for part, milliseconds in budget(sample).items():
+                found.setdefault(str(sample["lengths"][0]), {}).setdefault(part, []).append(round(milliseconds, 4))
+    return found
+
+
+def table(parts: dict[str, list[float]]) -> str:
+    """Lines of the parts of a hand-over: median, least and most."""
+    lines = [
+        f"  {median(values):8.3f}  ({min(values):.3f} to {max(values):.3f})  {part}" for part, values in parts.items()
+    ]
+    return "\n".join([*lines, f"  {median(map(sum, zip(*parts.values(), strict=True))):8.3f}  in all"])

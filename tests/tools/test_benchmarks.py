@@ -67,6 +67,7 @@ LEFT_OUT = {
     "verify_gpu": GPUS,
     "vllm_cpu": VLLM,
     "vllm_gpu": VLLM,
+    "vllm_handover": VLLM,
     "vllm_ranks_gpu": VLLM,
 }
 
