@@ -123,7 +123,7 @@ class Engine:
     def give(self, batch: list[Ask]) -> None:
         self._pipe.send(batch)
 
-    def wait(self, seconds: float = 240) -> Any:
+    def wait(self, seconds: float = 90) -> Any:
         """Wait for the batch: answers by request, its seconds, and those of each step."""
         if not self._pipe.poll(seconds):
             raise TimeoutError(f"{self.name} says nothing")
@@ -184,7 +184,7 @@ def make_model(folder: Path, small: bool, heads: int = 8) -> Path:
 def make_mla(folder: Path, small: bool = False) -> Path:
     """Four layers of DeepSeek V2's attention, latent 512 and rotary key 64, 16 heads, without experts."""
     layers, width, heads, latent, rope, nope, inner, words = (
-        (2, 128, 4, 64, 32, 32, 256, 512) if small else (4, 1024, 16, 512, 64, 128, 2816, 8192)
+        (2, 128, 4, 512, 64, 128, 256, 512) if small else (4, 1024, 16, 512, 64, 128, 2816, 8192)
     )
     config = {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_key_value_heads": heads,

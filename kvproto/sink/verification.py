@@ -90,10 +90,12 @@ class Verification:
         """Arrivals whose checksums are still due."""
 
     def add(self, arrival: Arrival, verify: bool) -> None:
-        """Add an arrival, whose checksums are due with `verify`."""
+        """Add an arrival, whose checksums are due with `verify`; a GPU takes them while the source is answered."""
         try:
             if verify:
                 arrival.sums = [arrival.registered.sums(done, arrival.fetch.grants) for done in arrival.done]
+                for sums in arrival.sums if len(self.waiting) < BEGUN else ():
+                    sums.advance(0.0)
         except KvprotoError as error:
             arrival.error = error.kept()
         self.waiting.append(arrival)
