@@ -25,7 +25,7 @@ from typing import Any
 
 from kvproto.rank import driver
 
-__all__ = ["PATH", "WRAPPED", "begin", "budgets", "stop", "table", "take", "write"]
+__all__ = ["WRAPPED", "begin", "budgets", "stop", "table", "take", "write"]
 
 Mark = tuple[int, int, str, str, str, int]
 
@@ -168,44 +168,66 @@ def write(path: str) -> None:
     Path(path).write_text(json.dumps(take()))
 
 
-PATH = (
+_BEFORE = (
     ("queue to decode's scheduler", "decode", "request in scheduler", 1),
     ("decode's scheduler step", "decode", "connector, orders", 1),
     ("queue to decode's worker", "decode", "connector, start loads", 0),
-    ("pages named, Transfer sent", "decode", "sink sends", 1),
+    ("pages named, Transfer sent", "decode", "sink sends", 0),
     ("socket, and wake-up of prefill's I/O thread", "prefill", "asleep", 1),
     ("prefill's interpreter lock", "prefill", "interpreter's lock", 1),
-    ("Transfer read, planned", "prefill", "copy launch", 0),
+    ("Transfer read, copy planned", "prefill", "copy launch", 0),
     ("launch", "prefill", "copy launch", 1),
     ("copy, and poll of its event", "prefill", "source checksums", 0),
     ("prefill's checksums", "prefill", "source says Done", 0),
-    ("Done sent", "prefill", "source sends", 1),
+    ("Done sent", "prefill", "source sends", 0),
     ("socket, and wake-up of decode's I/O thread", "decode", "asleep", 1),
     ("decode's interpreter lock", "decode", "interpreter's lock", 1),
     ("Done read", "decode", "sink checksums begun", 0),
     ("decode's checksums", "decode", "sink arrived", 1),
-    ("until decode's worker asks", "decode", "connector, results", 1),
-    ("queue to decode's scheduler, again", "decode", "update scheduler", 1),
-    ("vLLM's sleep", "decode", "schedule", 0),
-    ("decode's scheduler step, again", "decode", "schedule", 1),
-    ("forward and sampling", "decode", "update scheduler", 1),
 )
-"""The way of one prompt: what passes until the next mark of this name, on this side, begins (0) or ends (1)."""
+"""Parts of the way of one prompt until it has arrived: each ends when a mark of this name, on this side, begins (0) or
+ends (1).
+"""
+_WOKEN = ("asleep", "interpreter's lock")
+"""Marks that are not there if a thread did not sleep."""
 
 
 def budget(sample: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of each part of the hand-over of one prompt, from the call until the answer; of several ranks the last."""
-    now = int(sample["asked"] * 1e9)
-    parts = {}
-    for part, role, name, edge in PATH:
-        next_by_process: dict[int, int] = {}
-        for side, began, ended, title, _, _, process in sample["marks"]:
-            when = (began, ended)[edge]
-            if (side, title) == (role, name) and when >= now:
-                next_by_process[process] = min(when, next_by_process.get(process, when))
-        then = max(next_by_process.values(), default=now)
-        parts[part], now = (then - now) / 1e6, then
-    return parts | {"answer to the client": sample["answered"] * 1e3 - now / 1e6}
+    """Milliseconds of each part of the hand-over of one prompt, from the call until its first token.
+
+    They are found from the end: of several ranks those count that were the last.
+    """
+    asked, answered = int(sample["asked"] * 1e9), int(sample["answered"] * 1e9)
+    times: dict[tuple[str, str, int], list[int]] = {}
+    for side, began, ended, title, _, _, _ in sample["marks"]:
+        times.setdefault((side, title, 0), []).append(began)
+        times.setdefault((side, title, 1), []).append(ended)
+
+    def latest(side: str, name: str, edge: int, until: int) -> int:
+        return max((when for when in times.get((side, name, edge), ()) if asked <= when <= until), default=asked)
+
+    def next_(name: str, edge: int, since: int) -> int:
+        return min((when for when in times.get(("decode", name, edge), ()) if since <= when), default=since)
+
+    sampled = next_("sample", 0, asked)
+    arrived = now = latest("decode", "sink arrived", 1, sampled)
+    ends = [arrived]
+    for (_, side, name, edge), before in zip(_BEFORE[-2::-1], _BEFORE[-3::-1] + _BEFORE[:1], strict=True):
+        then = latest(side, name, edge, now)
+        if name in _WOKEN:
+            sent = next(each for each in _BEFORE[_BEFORE.index(before) :: -1] if each[2] not in _WOKEN)
+            then = max(then, latest(sent[1], sent[2], sent[3], now))
+        ends.append(then)
+        now = then
+    seen = next_("connector, results", 1, arrived)
+    scheduled = latest("decode", "schedule", 0, sampled), latest("decode", "schedule", 1, sampled)
+    updated = next_("update scheduler", 1, sampled)
+    names = [part for part, _, _, _ in _BEFORE] + [
+        "until decode's worker asks", "vLLM's next steps, with their sleep", "decode's scheduler step, again",
+        "forward and sampling", "answer to the client",
+    ]  # fmt: skip
+    all_ = [asked, *reversed(ends), seen, *scheduled, updated, answered]
+    return {name: (b - a) / 1e6 for name, a, b in zip(names, all_, all_[1:], strict=False)}
 
 
 def budgets(samples: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
