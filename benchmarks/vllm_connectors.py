@@ -104,7 +104,7 @@ except ImportError:
 
 
 class Worker:
-    """What vLLM's workers answer beside their own calls (`worker_extension_cls`)."""
+    """Calls of vLLM's workers beside their own (`worker_extension_cls`)."""
 
     def poison(self) -> None:
         """Fill all blocks but the one that stands for none; no request may be under way."""
@@ -134,5 +134,5 @@ class Worker:
         vllm_marks.stop()
 
     def marks(self) -> list[Any]:
-        """What was noted since the last call."""
+        """The times that were noted since the last call."""
         return vllm_marks.take()

@@ -1,4 +1,4 @@
-"""How long a hand-over between two vLLM engines takes: ours, vLLM's own NIXL connector, and one that moves nothing, in one run.
+"""Hand-over times between two vLLM engines: ours, vLLM's own NIXL connector, and one that moves nothing, in one run.
 
 `python benchmarks/vllm_handover.py [--out] [--only NAME ...] [--connectors NAME ...] [--models NAME ...] [--cpu]`, where
 vLLM runs: on four GPUs all of `WORLDS`, prefill on the first two and decode on the others; on two GPUs, or one, TP 1 to 1.
@@ -175,7 +175,7 @@ class Side:
         return self.engines[name, 0, prefill], self.engines[name, 1, decode]
 
     def alive(self, names: tuple[str, ...] | list[str]) -> list[str]:
-        """Those of these connectors that have engines which can be measured."""
+        """Names of connectors that have engines which can be measured."""
         return [name for name in names if (name, *self._wanted[0]) in self.engines and name not in self.dead]
 
     def stop(self) -> None:

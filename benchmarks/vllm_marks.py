@@ -158,13 +158,13 @@ def stop() -> None:
 
 
 def take() -> list[Mark]:
-    """What was noted since the last call."""
+    """Marks since the last call."""
     found, _marks[:] = list(_marks), []
     return found
 
 
 def write(path: str) -> None:
-    """Write what was noted since the last call."""
+    """Write the marks since the last call."""
     Path(path).write_text(json.dumps(take()))
 
 
