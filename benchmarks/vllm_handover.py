@@ -342,6 +342,19 @@ def traced(side: Side, world: str, sizes: Sizes, folder: Path) -> list[dict[str,
     return found
 
 
+def trace(side: Side, world: str, sizes: Sizes, traces: dict[str, Any], figures: dict[str, Any]) -> None:
+    """Trace a world, and say what each part takes; what fails is printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            marks = traces[f"{side.model}, {world}"] = traced(side, world, sizes, Path(folder))
+            figures["budget"] = budgets(marks)
+        except Exception:
+            traceback.print_exc()
+            return
+    for size, parts in figures["budget"].items():
+        print(f"{side.model}, {world}, {size} tokens, ms\n{table(parts)}", flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run all, or what is named; the exit status says whether anything was wrong."""
     parser = arguments(__doc__, "vllm_handover")
@@ -379,13 +392,9 @@ def main(argv: list[str] | None = None) -> int:
                     measure(side, world, args.connectors, sizes, figures.setdefault(f"{model}, {world}", {}))
                     keep(args.out, figures)
                     if args.trace and side.alive(["ours"]):
-                        with _Guarded(side, "ours"):
-                            traces[f"{model}, {world}"] = traced(side, world, sizes, Path(folder))
-                            args.trace.write_text(json.dumps(traces))
-                            told = figures[f"{model}, {world}"]["budget"] = budgets(traces[f"{model}, {world}"])
-                            keep(args.out, figures)
-                            for size, parts in told.items():
-                                print(f"{model}, {world}, {size} tokens, ms\n{table(parts)}", flush=True)
+                        trace(side, world, sizes, traces, figures[f"{model}, {world}"])
+                        args.trace.write_text(json.dumps(traces))
+                        keep(args.out, figures)
             finally:
                 side.stop()
             wrong += len(side.dead)

@@ -2,7 +2,7 @@
 
 A mark is (begin, end, name, detail, thread, process), nanoseconds of the monotonic clock, which all processes of a machine
 share. `WRAPPED` names the methods. Meanwhile kvproto's I/O threads poll by a function in C that notes when the kernel has
-returned: what passes from then until Python goes on is the wait for the interpreter's lock. So gcc has to be there.
+returned: what passes from then until Python goes on is the wait for the interpreter's lock. Without gcc nothing says it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -68,6 +69,7 @@ int polled(int fd, struct epoll_event *events, int most, int milliseconds, long 
     return n;
 }
 """
+_GCC = shutil.which("gcc") is not None
 _marks: list[Mark] = []
 _wrapped = _noting = False
 
@@ -87,7 +89,7 @@ class _Polling:
         self._events, self._when = (_Event * 64)(), ctypes.c_longlong()
 
     def poll(self, timeout: float) -> list[tuple[int, int]]:
-        if not _noting:
+        if not _noting or not _GCC:
             return self._epoll.poll(timeout)
         began = time.monotonic_ns()
         n = _polled()(self._epoll.fileno(), self._events, 64, int(timeout * 1000), ctypes.byref(self._when))
@@ -145,7 +147,8 @@ def begin() -> None:
                 continue
             for method, title in methods.items():
                 _wrap(owner, method, title)
-        _polled()
+        if _GCC:
+            _polled()
         _wrapped = True
     _noting = True
     _marks.clear()
