@@ -38,8 +38,11 @@ from vllm_marks import budgets, table
 
 HERE = Path(__file__).parent
 WORLDS = {"TP 1 to 1": (1, 1), "TP 2 to 2": (2, 2), "TP 1 to 2": (1, 2), "TP 2 to 1": (2, 1)}
-CONNECTORS = ("ours", "nixl", "nothing", "ours, no checksums", "ours, pull")
-_MOVING = ("ours", "nixl", "ours, no checksums", "ours, pull")
+CONNECTORS = {
+    "ours": "Ours", "nixl": "Nixl", "nothing": "Nothing", "ours, no checksums": "Ours", "ours, pull": "Ours",
+    "ours, unpaced": "Unpaced",
+}  # fmt: skip
+"""Classes of vllm_connectors.py; variants of ours are measured where both engines have the same size."""
 
 
 @attrs.frozen
@@ -69,7 +72,7 @@ class Model:
 
 _IN_TORCH = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 MODELS = {
-    "GQA": Model(make_model, {**FLASH, "kv_cache_memory_bytes": 5 << 30}, {"block_size": 32}, True, Sizes()),
+    "GQA": Model(make_model, {**FLASH, "kv_cache_memory_bytes": 3 << 30}, {"block_size": 32}, True, Sizes()),
     "MLA": Model(
         make_mla,
         {
@@ -137,22 +140,21 @@ class Side:
 
     def _kv(self, name: str, role: int, tp: int) -> dict[str, Any]:
         kv: dict[str, Any] = {
-            "kv_connector_module_path": "vllm_connectors", "kv_role": ("kv_producer", "kv_consumer")[role],
+            "kv_connector": CONNECTORS[name], "kv_connector_module_path": "vllm_connectors",
+            "kv_role": ("kv_producer", "kv_consumer")[role],
         }  # fmt: skip
         if name == "nixl":
-            return kv | {"kv_connector": "Nixl", "kv_buffer_device": "cuda" if self.gpus else "cpu"}
+            return kv | {"kv_buffer_device": "cuda" if self.gpus else "cpu"}
         options = {
             "transports": ["cuda" if self.gpus else "shm"], "verify": "no checksums" not in name, "pull": "pull" in name,
         }  # fmt: skip
         extra: dict[str, Any] = {"name": f"prefill{tp}" if role == 0 else f"decode{tp}", "options": options}
-        place = f"ipc://{self.folder}/{self.model}{CONNECTORS.index(name)}-"
+        place = f"ipc://{self.folder}/{self.model}{list(CONNECTORS).index(name)}-"
         if role == 0:
             extra["listen"] = f"{place}{tp}-{{rank}}"
         else:
             extra["sources"] = {f"prefill{n}": f"{place}{n}-0" for r, n in self._wanted if r == 0}
-        return kv | {
-            "kv_connector": "Nothing" if name == "nothing" else "Ours", "kv_connector_extra_config": extra,
-        }  # fmt: skip
+        return kv | {"kv_connector_extra_config": extra}
 
     def ready(self, seconds: float) -> str:
         """Wait until all have started, and say the release; what does not start is left out from now on."""
@@ -236,7 +238,7 @@ def measure(side: Side, world: str, names: list[str], sizes: Sizes, figures: dic
     """The samples of a world, into `figures`: connectors take turns, each turn in another order."""
     for name in side.alive(names):
         figures[name] = {"ordered": [], "scattered": [], "alone": {str(size): [] for size in sizes.alone}}
-        if name in _MOVING:
+        if name != "nothing":
             with _Guarded(side, name):
                 figures[name]["checked"] = checked(*side.pair(name, world), sizes, MODELS[side.model].divided)
                 print(f"{side.model}, {world}, {name}: {json.dumps(figures[name]['checked'])}", flush=True)
@@ -359,7 +361,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run all, or what is named; the exit status says whether anything was wrong."""
     parser = arguments(__doc__, "vllm_handover")
     parser.add_argument("--only", nargs="*", default=list(WORLDS), help="of the worlds")
-    parser.add_argument("--connectors", nargs="*", default=list(CONNECTORS[:3]), help=f"of {', '.join(CONNECTORS)}")
+    parser.add_argument("--connectors", nargs="*", default=list(CONNECTORS)[:3], help=f"of {', '.join(CONNECTORS)}")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--trace", type=Path, help="write the marks of hand-overs into this file")
     parser.add_argument("--cpu", action="store_true", help="try the script with small engines on the CPU")
@@ -389,7 +391,8 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 figures["vllm"] = side.ready(200 if gpus else 1200)
                 for world in worlds:
-                    measure(side, world, args.connectors, sizes, figures.setdefault(f"{model}, {world}", {}))
+                    names = [name for name in args.connectors if "," not in name or len({*WORLDS[world]}) == 1]
+                    measure(side, world, names, sizes, figures.setdefault(f"{model}, {world}", {}))
                     keep(args.out, figures)
                     if args.trace and side.alive(["ours"]):
                         trace(side, world, sizes, traces, figures[f"{model}, {world}"])

@@ -21,9 +21,9 @@ computes or, as vLLM's workers do, polls in Python for the next step.
 class Pace:
     """Transfers under way, of one worker: its steps rest until a fetch ends, and threads switch often meanwhile."""
 
-    def __init__(self, most: float = _REST) -> None:
-        """`most` is for how many seconds a step rests."""
-        self._most = most
+    def __init__(self, most: float = _REST, switch: float = _SWITCH) -> None:
+        """`most` is for how many seconds a step rests, `switch` the interpreter's interval meanwhile."""
+        self._most, self._switch = most, switch
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._under_way = set[Fetch | Request]()
         self._usual = sys.getswitchinterval()
@@ -33,7 +33,7 @@ class Pace:
         with self._lock:
             if not self._under_way:
                 self._usual = sys.getswitchinterval()
-                sys.setswitchinterval(min(_SWITCH, self._usual))
+                sys.setswitchinterval(min(self._switch, self._usual))
             self._under_way.add(transfer)
         transfer.add_done_callback(self._over)
 
