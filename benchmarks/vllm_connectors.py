@@ -78,8 +78,8 @@ class Ours(_Asked, CorruptingConnector):
 class Unpaced(Ours):
     """Ours, whose steps do not wait for what arrives, in an interpreter that is as always."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
         self._pace = Pace(0.0, sys.getswitchinterval())
 
 
