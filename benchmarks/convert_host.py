@@ -40,21 +40,28 @@ def engine(page: int, dtype: DType, name: str, block: int | None) -> Geometry:
     return lay_out([cache.converts(name, scales=stated)])
 
 
-def moved(source: Geometry, sink: Geometry, tokens: int) -> tuple[CopyProgram, bytearray, bytearray]:
-    """The program of a request, and memory of both sides."""
-    layouts, windows, memory = [], [], []
+def program_of(source: Geometry, sink: Geometry, tokens: int) -> tuple[CopyProgram, int, int]:
+    """The program of a request, and the bytes of both sides' pools."""
+    layouts, windows, lengths = [], [], []
     for geometry in (source, sink):
         need = items_needed(geometry.groups[0], 0, 0, tokens)
         columns, length = columns_without_gaps(geometry, 0, {0: need})
         layouts.append(RankLayout(geometry, 0, columns))
         windows.append({0: Window(0, tokens, np.random.default_rng(need).permutation(need))})
-        memory.append(bytearray(length))
+        lengths.append(length)
+    made = plan(source, sink, (Feature.CONVERT,))
+    return Pair(made.between(0, 0), *layouts).lower(*windows), lengths[0], lengths[1]
+
+
+def moved(source: Geometry, sink: Geometry, tokens: int) -> tuple[CopyProgram, bytearray, bytearray]:
+    """The program of a request, and memory of both sides."""
+    program, *lengths = program_of(source, sink, tokens)
+    memory = [bytearray(length) for length in lengths]
     values = np.random.default_rng(0).standard_normal(len(memory[0]) // 2, np.float32).view(np.uint32) >> 16
     held = values.astype("<u2").view(np.uint8)
     np.frombuffer(memory[0], np.uint8)[: held.size] = (
         held if source.groups[0].parts[0].dtype == DType.BF16 else held & 0x77
     )
-    program = Pair(plan(source, sink, (Feature.CONVERT,)).between(0, 0), *layouts).lower(*windows)
     return program, *memory
 
 

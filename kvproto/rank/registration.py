@@ -107,8 +107,8 @@ def map_peer(
         mapping = None
         try:
             if pair.nothing.operations.converts and not transport.capabilities.converts:
-                mine, yours = "a transport that converts (SHM, INLINE)", transport.capabilities.code.name
-                advice = "offer one of these too, or keep the cache in one dtype on both sides"
+                mine, yours = "a transport that converts", transport.capabilities.code.name
+                advice = "offer SHM, INLINE, CUDA or NIXL of hosts too, or keep the cache in one dtype on both sides"
                 raise RemoteError(ErrorCode.NO_TRANSPORT, "regions[0].handles", mine, yours, advice)
             connection = transport.connect(message.regions, named, writes, features, attestation)
             mapping = PeerMapping(message, described, transport, pair, connection)

@@ -1,7 +1,8 @@
 """Prefill in BF16 and decode in FP8, and the other way round, between Sources and Sinks."""
 
 import contextlib
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,26 @@ import pytest
 from kvproto import Options, Prompt, Sink, Source, Ticket, new_ticket
 from kvproto.errors import KvprotoError
 from kvproto.planning.geometry import Geometry
-from kvproto.transport.base import Exposure
+from kvproto.transport.base import Exposure, Move
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.enums import Transport as Code
 from tests.conversions import TOKENS, WORLDS, Engine, Rank, told, values, whole, widened
+from tests.plan.test_conversion import World
 
 PROMPT = Prompt(range(TOKENS))
 WAYS: dict[str, dict[str, Any]] = {
     "push": {"transports": ["shm"]},
     "pull": {"transports": ["shm"], "pull": True},
     "packed": {"transports": ["inline"]},
+    "staged": {"transports": ["nixl"]},
 }
+NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+EACH_WAY = pytest.mark.parametrize("way", [pytest.param(way, marks=NIXL if way == "staged" else ()) for way in WAYS])
 
 
 @contextlib.contextmanager
-def serving(ranks: list[Rank], folder: Path, options: Options) -> Iterator[tuple[list[Source], str]]:
+def serving(ranks: Sequence[Any], folder: Path, options: Options) -> Iterator[tuple[list[Source], str]]:
     listen = f"ipc://{folder}/p-{{rank}}"
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(Source("p", rank.pool, listen, options)) for rank in ranks]
@@ -38,14 +43,14 @@ def ranks_of(engine: Engine, geometry: Geometry) -> list[Rank]:
     return [Rank.of(engine, geometry, rank) for rank in range(engine.tp)]
 
 
-def handed_over(sources: list[Source], here: list[Rank], sink: Sink, there: Rank, ticket: Ticket) -> Any:
+def handed_over(sources: list[Source], here: Sequence[Any], sink: Sink, there: Any, ticket: Ticket) -> Any:
     fetch = sink.fetch(ticket, PROMPT, {"kv": there.items})
     for source, rank in zip(sources, here, strict=True):
         source.request(ticket, PROMPT).finish({"kv": rank.items})
     return fetch.wait(20)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@EACH_WAY
 @pytest.mark.parametrize(("source", "sink"), WORLDS)
 def test_pages_arrive_in_the_form_of_the_sink(source: Engine, sink: Engine, way: str, tmp_path: Path) -> None:
     """With checksums, by each way in which bytes go; KVP-CNV-EXACT, KVP-CNV-VERIFY."""
@@ -65,7 +70,7 @@ def test_pages_arrive_in_the_form_of_the_sink(source: Engine, sink: Engine, way:
         assert not there.wrong(wanted)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@EACH_WAY
 def test_rows_go_while_prefill_runs(way: str, tmp_path: Path) -> None:
     """Chunk by chunk and layer by layer; what is not computed yet is other bytes until then."""
     engines, options = WORLDS[0], Options(**WAYS[way], verify="pages", part_bytes=1)
@@ -132,8 +137,33 @@ def unsaid(geometry: Geometry) -> Geometry:
     return attrs.evolve(geometry, groups=(attrs.evolve(group, parts=parts),))
 
 
+@NIXL
+def test_nixl_converts_while_it_packs_alone(tmp_path: Path) -> None:
+    """A sink that registers pages for direct writes is refused, and a source writes none directly whatever comes."""
+    from kvproto.transport.nixl.direct import Costs, WriteMode
+    from kvproto.transport.nixl.transport import NixlTransport
+
+    bf16, fp8 = Engine("bf16", 1, 4), Engine("e4m3_block", 1, 4)
+    geometries = told(bf16, fp8)
+    here, there = Rank.of(bf16, geometries[0], 0), Rank.of(fp8, geometries[1], 0)
+    here.fill(whole(bf16, values()))
+    long_runs = Options(transports=[NixlTransport(Costs(0, 1e9))])
+    with serving([here], tmp_path, Options(transports=["nixl"])) as (sources, address):
+        with Sink("d", there.pool, {"p": address}, long_runs) as taker:
+            handed_over(sources, [here], taker, there, new_ticket("p"))
+            assert not there.wrong(whole(fp8, values()))
+        direct = Options(transports=[NixlTransport(WriteMode.DIRECT)])
+        with Sink("e", there.pool, {"p": address}, direct) as taker:
+            with pytest.raises(KvprotoError, match="write packed") as caught:
+                handed_over(sources, [here], taker, there, new_ticket("p"))
+            assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "regions[0].handles")
+    program = World.of(bf16, fp8).programs[0][2]
+    with contextlib.closing(NixlTransport()) as transport, pytest.raises(KvprotoError, match="staging slots"):
+        transport.start([Move(program, {}, {})])
+
+
 class Plain(ShmTransport):
-    """A transport like CUDA's today, which copies bytes only as they are."""
+    """A transport like NIXL's of a GPU, which copies bytes only as they are."""
 
     capabilities = attrs.evolve(ShmTransport.capabilities, converts=False)
 

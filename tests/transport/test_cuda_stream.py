@@ -16,8 +16,11 @@ from kvproto.errors import LocalError
 from kvproto.transport.cuda.stream import StreamSide, StreamTable
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode
+from tests.conversions import WORLDS
 from tests.errors import raises
 from tests.plan.programs import random_pairs
+from tests.plan.test_conversion import World, regions
+from tests.pools import contents
 from tests.transport.test_cuda_kernel import Kernels, kernels, plain, small_blocks
 from tests.transport.test_packed import chunks
 
@@ -91,6 +94,24 @@ def test_any_program_cut_anywhere(kernels: Kernels, seed: int, blocks: int, misa
             assert (room != 0xEE).sum() <= b - a
             into.run(a, data)
         assert all(np.array_equal(there[r], wanted[r]) for r in there)
+
+
+@pytest.mark.parametrize("world", [0, 3])
+def test_a_sink_gets_converted_bytes_and_a_source_converts_none(kernels: Kernels, world: int) -> None:
+    """Packed by the host's packer, and refused by a GPU's; KVP-CNV-EXACT."""
+    for a, b, program in World.of(*WORLDS[world]).programs:
+        by_hand = PackedStream(program, "source", regions(a))
+        there = {id: np.frombuffer(memory, np.uint8).copy() for id, memory in regions(b).items()}
+        into = Emulated(kernels, program, "sink", there, 3)
+        assert into.table.order.length == by_hand.length
+        for at in range(0, by_hand.length, 500):
+            data = np.zeros(min(500, by_hand.length - at), np.uint8)
+            by_hand.pack(at, data)
+            into.run(at, data)
+        execute(program, regions(a), regions(b))
+        assert np.array_equal(there[0], contents(b.pool))
+        with raises(LocalError, code=ErrorCode.NO_TRANSPORT):
+            stream(program, "source", {0: 0}, {0: contents(a.pool).size})
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

@@ -138,37 +138,37 @@ class LaunchBuffers:
         return self.view.size >= image and self.rows.size >= rows
 
 
-_SOURCE = Path(__file__).with_name("kernel.cu")
+_FOLDER = Path(__file__).parent
 _NAMES = ("copy", "expand", "checksum", "copy_few", "copy_part")
+_CONVERTING = ("convert", "sum_converted")
 _EVENTS = 64
 """Chunks of a stream whose ends have separate events: more than the slots that are under way at once."""
 _TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
 
+def _compiled(arch: str, file: str, names: Sequence[str], macros: Mapping[str, object]) -> tuple[Kernel, ...]:
+    """Kernels of a source file of this folder."""
+    define: list[str | tuple[str, str]] = [(name, str(value)) for name, value in macros.items()]
+    options = core.ProgramOptions(arch=f"sm_{arch}", std="c++17", define_macro=define, include_path=str(_FOLDER))
+    module = core.Program((_FOLDER / file).read_text(), "c++", options).compile("cubin")
+    return tuple(module.get_kernel(name) for name in names)
+
+
 @lru_cache
-def _compiled(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, ...]:
+def _copying(arch: str, word: int) -> tuple[Kernel, ...]:
     """The kernels for words of one width, compiled once in a process."""
-    macros: list[str | tuple[str, str]] = [
-        ("WORD", _TYPES[word]),
-        ("THREADS", str(threads)),
-        ("DEPTH", str(depth)),
-        ("FEW_CLASSES", str(kernel.FEW_CLASSES)),
-        ("FEW_WORDS", str(kernel.FEW_WORDS)),
-    ]
-    options = core.ProgramOptions(arch=f"sm_{arch}", std="c++17", define_macro=macros)
-    module = core.Program(_SOURCE.read_text(), "c++", options).compile("cubin")
-    return tuple(module.get_kernel(name) for name in _NAMES)
+    macros = {"WORD": _TYPES[word], "THREADS": kernel.THREADS, "DEPTH": kernel.DEPTH}
+    few = {"FEW_CLASSES": kernel.FEW_CLASSES, "FEW_WORDS": kernel.FEW_WORDS}
+    return _compiled(arch, "kernel.cu", _NAMES, macros | few)
 
 
 @lru_cache
-def _converting(arch: str, step: int) -> Kernel:
-    """The kernel of conversions that has so many elements at once, compiled once in a process."""
-    load, store = kernel.STEPS[step]
-    numbers = ("THREADS", kernel.THREADS), ("GROUP", kernel.GROUP), ("STEP", step), ("LOAD", load), ("STORE", store)
-    macros: list[str | tuple[str, str]] = [(name, str(value)) for name, value in numbers]
-    options = core.ProgramOptions(arch=f"sm_{arch}", std="c++17", define_macro=macros)
-    module = core.Program(_SOURCE.with_name("convert.cu").read_text(), "c++", options).compile("cubin")
-    return module.get_kernel("convert")
+def _converting(arch: str, step: int) -> tuple[Kernel, ...]:
+    """The kernels of conversions that have so many elements at once, compiled once in a process."""
+    load, store, scale = kernel.STEPS[step]
+    macros = {"THREADS": kernel.THREADS, "GROUP": kernel.GROUP, "DEPTH": kernel.CONVERT_DEPTH}
+    types = {"STEP": max(step, 1), "LOAD": load, "STORE": store, "SCALE": scale}
+    return _compiled(arch, "convert.cu", _CONVERTING, macros | types)
 
 
 class _Kernels:
@@ -189,6 +189,8 @@ class _Kernels:
         self._nothing = DeviceBytes(kernel.MAP.itemsize)
         """A map without rows."""
         self._loaded: set[int] = set()
+        self._converting: set[int] = set()
+        """Steps of conversions whose kernels are loaded."""
 
     def load(self, word: int) -> None:
         """Load and launch the kernels of a width, as a first launch may wait for everything that the GPU does."""
@@ -203,6 +205,15 @@ class _Kernels:
         self.run_part(self._stream, PartLaunch(word, 1, bytes(PART)), 1)
         call(driver.cuStreamSynchronize(self._stream.handle), "load")
         self._loaded.add(word)
+
+    def load_converting(self, step: int) -> None:
+        """The same for the kernels of conversions that have so many elements at once."""
+        if step in self._converting:
+            return
+        for name in _CONVERTING:
+            self.run(self._stream, step, name, (1, 1), self._nothing.address, 0, 0)
+        call(driver.cuStreamSynchronize(self._stream.handle), "load")
+        self._converting.add(step)
 
     def run(self, stream: Stream, word: int, name: str, grid: tuple[int, int], *numbers: int) -> None:
         """Launch a kernel whose parameters are at most three numbers."""
@@ -222,10 +233,10 @@ class _Kernels:
         """Launch a kernel by the driver's own call, which takes a third of the time that cuda-core's does."""
         function = self._functions.get((word, name))
         if function is None:
-            if name == "convert":
-                compiled = _converting(self._arch, word)
+            if name in _CONVERTING:
+                compiled = _converting(self._arch, word)[_CONVERTING.index(name)]
             else:
-                compiled = _compiled(self._arch, word, kernel.THREADS, kernel.DEPTH)[_NAMES.index(name)]
+                compiled = _copying(self._arch, word)[_NAMES.index(name)]
             function = self._functions[word, name] = int(compiled.handle)
         where = 0, int(stream.handle), ctypes.addressof(places), None  # no shared memory, no further options
         run("cuLaunchKernel", function, *grid, 1, kernel.THREADS, 1, 1, *where)
@@ -278,7 +289,6 @@ class Copier:
         self.blocks = blocks or gpu.properties.multiprocessor_count
         self._timing = core.EventOptions(timing_enabled=True) if timed else None
         self._sum_tables = PerProgramCache[SumTable]()
-        self._convert_tables = PerProgramCache[ConvertTable]()
         self._spare: list[LaunchBuffers] = []
         """Buffers of checksums that have been taken."""
         self._slots = slots
@@ -308,7 +318,15 @@ class Copier:
             call(driver.cuMemcpyHtoDAsync(memory.address, table.ops.ctypes.data, table.ops.nbytes, ahead), "upload")
             call(driver.cuStreamSynchronize(ahead), "upload")
         self.load({shape.word for shape in table.shapes})
-        return Prepared(table, memory.address, memory)
+        if not program.operations.converts:
+            return Prepared(table, memory.address, memory)
+        conversions = kernel.convert_table(program, sources, sinks)
+        self._load_converting(conversions)
+        return Prepared(table, memory.address, memory, conversions)
+
+    def _load_converting(self, conversions: ConvertTable) -> None:
+        for step in set(conversions.steps.tolist()):
+            self._kernels.load_converting(step)
 
     # copies of whole programs
 
@@ -343,30 +361,6 @@ class Copier:
                 total += launch.bytes
         return DeviceCopy(all_buffers[-1].event, total, began, jobs)
 
-    def convert(
-        self, program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int], after: Sequence[int] = ()
-    ) -> DeviceCopy:
-        """Run the operations of a program that convert; arguments are as of `prepare`, and it raises as `submit`."""
-        enter(self._context)
-        key = *sorted(sources.items()), *sorted(sinks.items())
-        table = self._convert_tables.get(program.ops, key, lambda: kernel.convert_table(program, sources, sinks))
-        kernel.check_maps(program.maps, table.bounds)
-        sizes = table.sizes(program.maps)
-        (buffers,) = self._take([sizes])
-        at, most_rows = buffers.image.address, max((m.size for m in program.maps), default=0)
-        begin = at + table.write(program.maps, buffers.view, at, buffers.rows.address)
-        with _Whole(self.streams):
-            began = self._record() if self._timing else None
-            self._expand(buffers, sizes[0], len(program.maps), most_rows, self.stream)
-            self.follow(after)
-            for first in range(0, len(table.ops), kernel.MOST_OPS) if most_rows else ():
-                grid = self.blocks, min(len(table.ops) - first, kernel.MOST_OPS)
-                ops = begin + first * kernel.CONVERT.itemsize
-                self._kernels.run(self.stream, table.step, "convert", grid, ops)
-            buffers.event = self._record()
-            self._buffers.append(buffers)
-        return DeviceCopy(buffers.event, program.bytes, began)
-
     def series(self, jobs: Sequence[CopyJob], after: Sequence[int] = ()) -> Series:
         """Upload jobs, best with shared maps, as copies that `Series.go_on` starts one by one; raises as `submit`."""
         enter(self._context)
@@ -383,7 +377,7 @@ class Copier:
     def _prelude(self, launch: UploadedLaunch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
         """Expand rows while producers compute (`after` are their events), or if None while the part before moves."""
         ahead = after is None
-        if any(group.classes for group in launch.groups):
+        if any(group.classes or group.conversions for group in launch.groups):
             stream = self._ahead if ahead else self.stream
             self._expand(buffers, launch.size, launch.n_maps, launch.most_rows, stream)
         if ahead:
@@ -397,6 +391,9 @@ class Copier:
         for word, offset, classes, chunks in group.classes:
             grid = min(chunks, self.blocks), 1
             self._kernels.run(self.stream, word, "copy", grid, buffers.image.address + offset, classes, chunks)
+        for step, offset, ops, chunks in group.conversions:
+            grid = min(chunks, self.blocks), 1
+            self._kernels.run(self.stream, step, "convert", grid, buffers.image.address + offset, ops, chunks)
 
     def _expand(self, buffers: LaunchBuffers, size: int, n_maps: int, most_rows: int, stream: Stream) -> None:
         image = buffers.image.address
@@ -448,7 +445,7 @@ class Copier:
         """Start `kvproto.copying.execute.checksums` of regions alongside other copies; the result waits for them."""
         enter(self._context)
         key = sink, *sorted(addresses.items())
-        table = self._sum_tables.get(program.ops, key, lambda: kernel.sum_table(program, addresses, sink))
+        table = self._sum_tables.get(program.ops, key, lambda: self._sum_table(program, addresses, sink))
         if not any(m.size for m in program.maps):
             return dict
         sizes = table.sizes(program.maps)
@@ -458,12 +455,15 @@ class Copier:
         else:
             self._spare.remove(buffers)
         at, host, stream = buffers.image.address, buffers.view.ctypes.data, int(self._aside.handle)
-        size = table.write(program.maps, buffers.view, at, buffers.rows.address)
+        size, conversions = table.write(program.maps, buffers.view, at, buffers.rows.address)
         totals = slice(size - 8 * len(table.groups), size)
         with _Whole((self._aside,)):
             self._expand(buffers, size, table.n_maps, max(m.size for m in program.maps), self._aside)
             for word, offset, count in table.launches:
                 self._kernels.run(self._aside, word, "checksum", (self.blocks, count), at + offset)
+            for step, offset, ops, chunks in conversions:
+                grid = min(chunks, self.blocks), 1
+                self._kernels.run(self._aside, step, "sum_converted", grid, at + offset, ops, chunks)
             run("cuMemcpyDtoHAsync_v2", host + totals.start, at + totals.start, size - totals.start, stream)
             over = Mark(stream)
 
@@ -474,6 +474,11 @@ class Copier:
             return table.sums(program.maps, buffers.view[totals])
 
         return sums
+
+    def _sum_table(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> SumTable:
+        table = kernel.sum_table(program, addresses, sink)
+        self._load_converting(table.conversions)
+        return table
 
     def settle(self) -> None:
         """Wait for checksums that are being taken, collected or not: after this none reads memory."""

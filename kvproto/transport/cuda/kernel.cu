@@ -8,8 +8,7 @@
  * stride and length of a class. The source compiles as C too, so that tests run this very arithmetic on a host
  * (tests/transport/host_gpu.h).
  */
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "verify.h"
 
 /* Where one layer's piece lies on both sides; strides in bytes. */
 typedef struct {
@@ -161,26 +160,6 @@ typedef struct {
     u64 seed, lo;              /* of model, layer and part; first byte on the lane axis */
     u32 n_rows, lanes, lane_bytes, sink; /* of the side: 0 source, 1 sink */
 } Sum;
-
-__device__ static u64 odd(u64 x)
-{
-    x += 0x9E3779B97F4A7C15ull;
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
-    x = (x ^ x >> 27) * 0x94D049BB133111EBull;
-    return (x ^ x >> 31) | 1;
-}
-
-/* Every thread of a warp comes here; on a GPU one of them adds for all. */
-__device__ static void collect(u64 *total, u64 more)
-{
-#ifdef __CUDA_ARCH__
-    for (int apart = 16; apart; apart /= 2)
-        more += __shfl_xor_sync(~0u, more, apart);
-    if (threadIdx.x % 32)
-        return;
-#endif
-    atomicAdd(total, more);
-}
 
 #ifdef __CUDA_ARCH__
 #define UNROLL _Pragma("unroll 4") /* loads of several rows before the first is used */

@@ -8,6 +8,7 @@ tested on a host with the kernel's own source.
 import struct
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, chain, groupby, pairwise
 from operator import ge
 from typing import Generic, TypeVar
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.program import CopyProgram, RowMap, Side
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, bad
 from kvproto.planning.conversion import Made
 from kvproto.wire.enums import ErrorCode
 
@@ -90,8 +91,8 @@ class Table:
 def table(
     program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int], free: Side | None = None
 ) -> Table:
-    """The table of a program's operations, with regions mapped at these addresses, or at each launch if `free`."""
-    ops = program.ops
+    """The table of operations that do not convert, with regions mapped at these addresses, or at launch if `free`."""
+    ops = _as_they_are(program)
     rows = np.zeros(len(ops), OP)
     width = ops["lanes"] * ops["lane_bytes"]
     touch = np.ones(len(ops), bool)
@@ -121,6 +122,11 @@ def table(
         Shape(m, -w, words, many, a, b) for (m, w, words, many), (a, b) in zip(firsts, pairwise(cuts), strict=False)
     )
     return Table(rows, ops["layer"][order].astype(np.int64), shapes, joined, _extents(program))
+
+
+def _as_they_are(program: CopyProgram) -> npt.NDArray[np.void]:
+    """The operations of a program that do not convert."""
+    return program.ops[program.ops["made"] == 0] if program.operations.converts else program.ops
 
 
 def _extents(program: CopyProgram) -> list[list[int]]:
@@ -197,6 +203,8 @@ class LaunchGroup:
 
     classes: tuple[tuple[int, int, int, int], ...]
     """(word, offset of the first class in the image, classes, chunks), one for each copy kernel."""
+    conversions: tuple[tuple[int, int, int, int], ...]
+    """(kind of step, offset of the first operation in the image, operations, chunks), one for each kernel."""
     long: tuple[Long, ...]
     bytes: int
 
@@ -206,7 +214,7 @@ class UploadedLaunch:
     """One upload and its launches."""
 
     size: int
-    """Bytes of the image: maps, then classes, then runs."""
+    """Bytes of the image: maps, then classes, then conversions, then runs."""
     n_maps: int
     most_rows: int
     """Rows of the longest map."""
@@ -226,6 +234,14 @@ class Prepared:
     address: int
     memory: object = None
     """The object that holds it on the device, freed with this one."""
+    conversions: "ConvertTable | None" = None
+    """Operations that convert, which each launch uploads; None if there are none."""
+
+    @cached_property
+    def most_blocks(self) -> int:
+        """The most blocks of a row that an operation converts."""
+        ops = NO_CONVERSIONS.ops if self.conversions is None else self.conversions.ops
+        return int((ops["lanes"].astype(np.int64) * ops["blocks"]).max(initial=0))
 
 
 @attrs.frozen
@@ -262,22 +278,20 @@ def _share(m: RowMap, a: int, b: int, of: int) -> RowMap:
 
 
 def check(works: Sequence[CopyJob]) -> None:
-    """Raise OUT_OF_REGION if a map names an item or row beyond the pools."""
+    """Raise OUT_OF_REGION if a map names an item or row beyond the pools, OUT_OF_RANGE for too many blocks."""
     for work in _apart(works):
-        check_maps(work.maps, work.prepared.table.bounds)
-
-
-def check_maps(maps: Sequence[RowMap], bounds: list[list[int]]) -> None:
-    """Raise OUT_OF_REGION as `check`; `bounds` are those of a table."""
-    for m, extents in zip(maps, bounds, strict=True):
-        (low, *here), (lowest, *there) = m.source_reach, m.sink_reach
-        high = here + there
-        if low < 0 or lowest < 0 or any(map(ge, high, extents)):
-            for name, place, most, extent in zip(_PLACE_NAMES, m.places, high, extents, strict=True):
-                least = int(place.min())
-                if least < 0 or most >= extent:
-                    mine, yours = f"0 to {extent - 1}", str(most if most >= extent else least)
-                    raise LocalError(ErrorCode.OUT_OF_REGION, name, mine, yours, "name items of the pool")
+        for m, extents in zip(work.maps, work.prepared.table.bounds, strict=True):
+            (low, *here), (lowest, *there) = m.source_reach, m.sink_reach
+            high = here + there
+            if low < 0 or lowest < 0 or any(map(ge, high, extents)):
+                for name, place, most, extent in zip(_PLACE_NAMES, m.places, high, extents, strict=True):
+                    least = int(place.min())
+                    if least < 0 or most >= extent:
+                        mine, yours = f"0 to {extent - 1}", str(most if most >= extent else least)
+                        raise LocalError(ErrorCode.OUT_OF_REGION, name, mine, yours, "name items of the pool")
+        most, rows = work.prepared.most_blocks, max((m.size for m in work.maps), default=0)
+        if most * rows > MOST:
+            raise bad("rows", f"{MOST} blocks of an operation that converts", most * rows, "hand over in parts")
 
 
 _PLACE_NAMES = ("source item", "source row", "sink item", "sink row")
@@ -290,7 +304,9 @@ def sizes(works: Sequence[CopyJob]) -> tuple[int, int]:
     maps = sum(len(w.maps) for w in apart)
     cuts = sum(len(w.prepared.table.shapes) * (2 + _cuts(w)) for w in works)
     rows = sum(m.size for w in apart for m in w.maps)
-    return up(maps * MAP.itemsize) + up(cuts * CLASS.itemsize) + up(runs * RUN_BYTES + 16), rows * 16 + 16
+    converted = sum(w.prepared.conversions.ops.nbytes for w in works if w.prepared.conversions)
+    head = up(maps * MAP.itemsize) + up(cuts * CLASS.itemsize) + up(converted)
+    return head + up(runs * RUN_BYTES + 16), rows * 16 + 16
 
 
 def _apart(works: Sequence[CopyJob]) -> list[CopyJob]:
@@ -320,7 +336,7 @@ def launch(
     classes: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     chunks_of: dict[tuple[int, int], int] = {}
     engine: list[list[Long]] = [[] for _ in (works if separate else works[:1])]
-    totals = [0] * len(engine)
+    conversions, totals = _Conversions(), [0] * len(engine)
     begins: list[int] = []
     row, n_runs, most_rows = rows_at, 0, 0
     apart = _apart(works)
@@ -347,8 +363,11 @@ def launch(
                 numbers = ops, begin, rows, shape.words, shape.units, chunks, first
                 classes.setdefault(kernel, []).append(numbers)
                 chunks_of[kernel] = first + chunks * (hi - lo)
+        if work.prepared.conversions is not None:
+            totals[group] += conversions.add(group, work.prepared.conversions, work.maps, begins, work.layers)
     classes_at = up(len(maps) * MAP.itemsize)
-    runs_at = classes_at + up(sum(map(len, classes.values())) * CLASS.itemsize)
+    converting_at = classes_at + up(sum(map(len, classes.values())) * CLASS.itemsize)
+    runs_at = converting_at + up(conversions.bytes)
     end = runs_at + RUN_BYTES * n_runs
     runs = image[runs_at:end].view(np.uint32)
     for k, m in enumerate(m for w in apart for m in w.maps):
@@ -362,7 +381,11 @@ def launch(
         for fields in of_kernel:
             CLASS_FIELDS.pack_into(image.data, at, *fields, 0)
             at += CLASS.itemsize
-    groups = (LaunchGroup(tuple(k), tuple(long), b) for k, long, b in zip(kernels, engine, totals, strict=True))
+    converts = conversions.write(image, converting_at)
+    groups = (
+        LaunchGroup(tuple(k), tuple(converts.get(n, ())), tuple(long), b)
+        for n, (k, long, b) in enumerate(zip(kernels, engine, totals, strict=True))
+    )
     return UploadedLaunch(end, len(maps), most_rows, tuple(groups))
 
 
@@ -389,7 +412,7 @@ def inline_launch(
     The works have passed `check`. Nothing is uploaded and nothing expanded, which is most of what a small hand-over
     costs; the rest is numpy calls, so there are few.
     """
-    if sum(len(m.rows) for w in works for m in w.maps) > FEW_RUNS:
+    if any(w.prepared.conversions for w in works) or sum(len(m.rows) for w in works for m in w.maps) > FEW_RUNS:
         return None
     word, number, first, total, data = 0, 0, 0, 0, image.data
     begins = {}
@@ -456,6 +479,8 @@ class SumTable:
 
     ops: npt.NDArray[np.void]
     """Rows of dtype SUM; `total` is the position of the group among `groups`."""
+    conversions: "ConvertTable"
+    """The source's operations that convert, whose `total` is that too."""
     spans: tuple[tuple[int, int, int], ...]
     """(map, start, stop) of operations of one map."""
     launches: tuple[tuple[int, int, int], ...]
@@ -469,20 +494,28 @@ class SumTable:
     def sizes(self, maps: Sequence[RowMap]) -> tuple[int, int]:
         """Bytes of an image and of the expanded rows."""
         runs = sum(len(m.rows) + len(m.piece_rows) for m in maps)
-        return self._runs + RUN_BYTES * runs + 8 * len(self.groups) + 8, 2 * _ROW_BYTES * sum(
-            m.size for m in maps
-        ) + _ROW_BYTES
+        size = self._runs + RUN_BYTES * runs + 8 * len(self.groups) + 8
+        return size, 2 * _ROW_BYTES * sum(m.size for m in maps) + _ROW_BYTES
 
     @property
     def _ops(self) -> int:
         return up(self.n_maps * MAP.itemsize)
 
     @property
-    def _runs(self) -> int:
+    def _converting(self) -> int:
         return self._ops + up(self.ops.nbytes)
 
-    def write(self, maps: Sequence[RowMap], image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> int:
-        """Write one request's image, to be read at `image_at`, with rows expanded to `rows_at`; the number of bytes."""
+    @property
+    def _runs(self) -> int:
+        return self._converting + up(self.conversions.ops.nbytes)
+
+    def write(
+        self, maps: Sequence[RowMap], image: npt.NDArray[np.uint8], image_at: int, rows_at: int
+    ) -> tuple[int, list[tuple[int, int, int, int]]]:
+        """Write one request's image, to be read at `image_at`, with rows expanded to `rows_at`.
+
+        Returns the number of bytes, and the launches of conversions as of `LaunchGroup`.
+        """
         ops = image[self._ops : self._ops + self.ops.nbytes].view(SUM)
         ops.data.cast("B")[:] = self.ops.data.cast("B")
         at, rows = self._runs, [rows_at]
@@ -506,7 +539,9 @@ class SumTable:
         ops["total"] *= 8
         ops["total"] += np.uint64(image_at + at)
         image[at : at + 8 * len(self.groups)] = 0
-        return at + 8 * len(self.groups)
+        conversions = _Conversions()
+        conversions.add(0, self.conversions, maps, rows, None, image_at + at)
+        return at + 8 * len(self.groups), conversions.write(image, self._converting).get(0, [])
 
     def sums(self, maps: Sequence[RowMap], totals: npt.NDArray[np.uint8]) -> dict[int, int]:
         """Checksums by sink group id, of the last bytes of the image."""
@@ -518,7 +553,8 @@ class SumTable:
 def sum_table(program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> SumTable:
     """The table of a program's operations on one side, whose regions are at these addresses."""
     side = "sink" if sink else "source"
-    ops = program.ops
+    ops = program.ops if sink else _as_they_are(program)
+    groups = np.unique(program.ops["group"]).tolist()
     rows = np.zeros(len(ops), SUM)
     rows["base"] = np.array([addresses[r] for r in ops[f"{side}_region"].tolist()], np.uint64)
     rows["base"] += ops[f"{side}_offset"].astype(np.uint64)
@@ -528,7 +564,6 @@ def sum_table(program: CopyProgram, addresses: Mapping[int, int], sink: bool) ->
     for name in ("base", *PLACES):
         together |= rows[name]
     word = np.max([np.where(together & np.uint64(size - 1), 1, size) for size in WORDS], axis=0, initial=1)
-    groups = np.unique(ops["group"]).tolist()
     rows["seed"], rows["lo"], rows["sink"] = ops["seed"], ops["lo"], sink
     rows["lanes"], rows["lane_bytes"] = ops["lanes"], ops["lane_bytes"]
     rows["total"] = np.searchsorted(groups, ops["group"])
@@ -542,75 +577,161 @@ def sum_table(program: CopyProgram, addresses: Mapping[int, int], sink: bool) ->
     for number, of_map in groupby(maps):
         spans.append((number, at, at := at + len(list(of_map))))
     launches = ((int(word[a]), begin + a * SUM.itemsize, b - a) for a, b in pairwise(cuts))
-    maps_of = (frozenset(ops["map"][ops["group"] == g].tolist()) for g in groups)
-    return SumTable(rows, tuple(spans), tuple(launches), tuple(groups), tuple(maps_of), n_maps)
+    maps_of = (frozenset(program.ops["map"][program.ops["group"] == g].tolist()) for g in groups)
+    conversions = convert_table(program, addresses, {}) if not sink and program.operations.converts else NO_CONVERSIONS
+    return SumTable(rows, conversions, tuple(spans), tuple(launches), tuple(groups), tuple(maps_of), n_maps)
 
 
 # conversions
 
 GROUP = 16
 """Threads that share a block of a lane."""
-STEPS = {8: ("uint4", "uint2"), 1: ("unsigned short", "unsigned char")}
-"""Elements that a thread has at once, and the types of so many of two bytes and of one."""
+CONVERT_DEPTH = 2
+"""Blocks that a thread has in flight: as many as its registers hold."""
+STEPS = {
+    8: ("uint4", "uint2", "float"),
+    1: ("unsigned short", "unsigned char", "float"),
+    0: ("Two", "unsigned char", "Four"),
+}
+"""Types of what a thread has at once: elements of two bytes, of one byte, and a scale; 0: an element not aligned."""
 CONVERT = np.dtype(
     [(n, "<u8") for side in ("source", "sink", "scale") for n in (side, *(f"{side}_{place}" for place in PLACES))]
-    + [("places", "<u8")]
-    + [(n, "<u4") for n in ("n_rows", "lanes", "blocks", "length", "made", "stated")]
+    + [(n, "<u8") for n in ("places", "globals", "total", "seed", "lo")]
+    + [(n, "<u4") for n in ("n_rows", "lanes", "blocks", "length", "made", "stated", "first", "unused")]
 )  # fmt: skip
 
 
 @attrs.frozen(eq=False)
 class ConvertTable:
-    """The operations of a rank pair that convert, by map, with absolute addresses."""
+    """The operations of a rank pair that convert, with absolute addresses, in ascending order of layers."""
 
     ops: npt.NDArray[np.void]
-    """Rows of dtype CONVERT."""
+    """Rows of dtype CONVERT; `total` is the position of the group among all, if sums are taken."""
+    layers: npt.NDArray[np.int64]
+    """The layer of each operation."""
     maps: npt.NDArray[np.int64]
     """The map of each operation."""
-    step: int
-    """Elements that a thread has at once."""
-    bounds: list[list[int]]
-    """As of `Table`."""
+    steps: npt.NDArray[np.int64]
+    """The key of `STEPS` of each operation."""
+    row_bytes: npt.NDArray[np.int64]
+    """Bytes of a row that each operation writes."""
 
-    def sizes(self, maps: Sequence[RowMap]) -> tuple[int, int]:
-        """Bytes of an image and of the expanded rows."""
-        head = up(len(maps) * MAP.itemsize) + up(self.ops.nbytes)
-        return head + RUN_BYTES * sum(len(m.rows) for m in maps), _ROW_BYTES * (sum(m.size for m in maps) + 1)
 
-    def write(self, maps: Sequence[RowMap], image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> int:
-        """Write one request's image, to be read at `image_at`; returns the offset of the operations in it."""
-        begin = up(len(maps) * MAP.itemsize)
-        at, rows = begin + up(self.ops.nbytes), [rows_at]
-        for n, m in enumerate(maps):
-            MAP_FIELDS.pack_into(image.data, n * MAP.itemsize, image_at + at, rows[-1], len(m.rows), m.size)
-            write_runs(m, image[at : at + RUN_BYTES * len(m.rows)].view(np.uint32).reshape(RUN_WORDS, len(m.rows)))
-            at += RUN_BYTES * len(m.rows)
-            rows.append(rows[-1] + _ROW_BYTES * m.size)
-        ops = image[begin : begin + self.ops.nbytes].view(CONVERT)
-        ops[:] = self.ops
-        ops["places"] = np.array(rows, np.uint64)[self.maps]
-        ops["n_rows"] = np.array([m.size for m in maps])[self.maps]
-        return begin
+class _Conversions:
+    """The operations of one launch that convert."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, int], list[npt.NDArray[np.void]]] = {}
+        """By group of the launch and step."""
+        self.bytes = 0
+        """Bytes of the operations."""
+
+    def add(
+        self,
+        group: int,
+        table: ConvertTable,
+        maps: Sequence[RowMap],
+        rows: Sequence[int],
+        layers: tuple[int, int] | None,
+        totals: int = 0,
+    ) -> int:
+        """Add operations over the maps' expanded rows, which begin at `rows`; returns the bytes that they write.
+
+        For sums, `rows` are followed by those of global rows, and `totals` is the place of the first group's sum.
+        """
+        lo, hi = (0, len(table.ops)) if layers is None else (int(np.searchsorted(table.layers, x)) for x in layers)
+        sizes, places = np.array([m.size for m in maps], np.int64), np.array([*rows, 0], np.uint64)
+        of_map = table.maps[lo:hi]
+        for step in np.unique(table.steps[lo:hi]).tolist():
+            wanted = (table.steps[lo:hi] == step) & (sizes[of_map] > 0)
+            ops, which = table.ops[lo:hi][wanted], of_map[wanted]
+            ops["places"], ops["n_rows"] = places[which], sizes[which]
+            if totals:
+                ops["globals"] = places[which + len(maps)]
+                ops["total"] = ops["total"] * 8 + np.uint64(totals)
+            self._of.setdefault((group, step), []).append(ops)
+            self.bytes += ops.nbytes
+        return int(sizes[of_map] @ table.row_bytes[lo:hi])
+
+    def write(self, image: npt.NDArray[np.uint8], at: int) -> dict[int, list[tuple[int, int, int, int]]]:
+        """Write them to a place of an image; returns launches by group, as of `LaunchGroup`."""
+        launches: dict[int, list[tuple[int, int, int, int]]] = {}
+        for (group, step), parts in self._of.items():
+            ops = np.concatenate(parts)
+            if not len(ops):
+                continue
+            units = ops["n_rows"].astype(np.int64) * ops["lanes"] * ops["blocks"]
+            ends = np.cumsum(-(-units // (THREADS // GROUP * CONVERT_DEPTH)))
+            ops["first"][1:] = ends[:-1]
+            image[at : at + ops.nbytes].view(CONVERT)[:] = ops
+            launches.setdefault(group, []).append((step, at, len(ops), int(ends[-1])))
+            at += ops.nbytes
+        return launches
 
 
 def convert_table(program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]) -> ConvertTable:
-    """The table of a program's operations that convert, with regions mapped at these addresses."""
+    """The table of a program's operations that convert, with regions mapped at these addresses; no sinks: for sums.
+
+    Scales that are made of lanes which another operation converts are written by that one.
+    """
     ops = program.ops[program.ops["made"] > 0]
+    ops = ops[np.argsort(ops["layer"], kind="stable")]
     rows = np.zeros(len(ops), CONVERT)
     for side, bases in (("source", sources), ("sink", sinks), ("scale", sources)):
-        base = np.array([bases[r] for r in ops[f"{side}_region"].tolist()], np.uint64)
+        base = np.array([bases.get(r, 0) for r in ops[f"{side}_region"].tolist()], np.uint64)
         rows[side] = base + ops[f"{side}_offset"].astype(np.uint64)
         for place in PLACES:
             rows[f"{side}_{place}"] = ops[f"{side}_{place}_stride"]
         rows[f"{side}_lane"][ops["lanes"] == 1] = 0
-    wide = ops["made"] == Made.WIDE
+    made = ops["made"]
+    for name in _SCALE:
+        rows[name][(made != Made.WIDE) | (ops["stated"] > 0)] = 0
     rows["blocks"] = np.maximum(ops["blocks"], 1)
-    rows["length"] = ops["source_bytes"] // np.where(wide, 1, 2) // rows["blocks"]
-    rows["lanes"], rows["made"], rows["stated"] = ops["lanes"], ops["made"], ops["stated"]
-    together = rows["length"].astype(np.uint64)
-    for side, twice in (("source", ~wide), ("sink", wide)):
-        there = rows[side] | rows[f"{side}_item"] | rows[f"{side}_row"] | rows[f"{side}_lane"]
-        counted = there // np.where(twice, 2, 1).astype(np.uint64)
-        together |= np.where((side == "sink") & (ops["made"] == Made.SCALES), 0, counted)
-    step = next(step for step in STEPS if not (together % np.uint64(step)).any())
-    return ConvertTable(rows, ops["map"].copy(), step, _extents(program))
+    rows["length"] = ops["source_bytes"] // np.where(made == Made.WIDE, 1, 2) // rows["blocks"]
+    for name in ("lanes", "made", "stated", "seed", "lo"):
+        rows[name] = ops[name]
+    rows["total"] = np.searchsorted(np.unique(program.ops["group"]), ops["group"])
+    row_bytes, kept = ops["lanes"] * ops["lane_bytes"], np.ones(len(ops), bool)
+    for scales, values in _pairs(ops, rows) if sinks else ():
+        for name, of_sink in zip(_SCALE, _SINK, strict=True):
+            rows[name][values] = rows[of_sink][scales]
+        row_bytes[values] += row_bytes[scales]
+        kept[scales] = False
+    rows, ops = rows[kept], ops[kept]
+    return ConvertTable(rows, ops["layer"].copy(), ops["map"].copy(), _steps(rows, bool(sinks)), row_bytes[kept])
+
+
+_SINK = "sink", "sink_item", "sink_row", "sink_lane"
+_SCALE = "scale", "scale_item", "scale_row", "scale_lane"
+
+
+def _pairs(ops: npt.NDArray[np.void], rows: npt.NDArray[np.void]) -> Iterator[tuple[int, int]]:
+    """Indices of operations that make scales, each with that which converts the same lanes by them."""
+    read = ["source", "source_item", "source_row", "source_lane", "lanes", "blocks", "length"]
+    keys = [(of_map, *row) for of_map, row in zip(ops["map"].tolist(), rows[read].tolist(), strict=True)]
+    values = {key: i for i, key in enumerate(keys) if rows["made"][i] == Made.NARROW and not rows["stated"][i]}
+    for i, key in enumerate(keys):
+        if rows["made"][i] == Made.SCALES and key in values:
+            yield i, values.pop(key)
+
+
+def _steps(rows: npt.NDArray[np.void], writes: bool) -> npt.NDArray[np.int64]:
+    """The widest step of each operation that its places and its blocks allow."""
+    wide, narrow, scale = (_together(rows, side) for side in ("source", "sink", "scale"))
+    widens, scales = rows["made"] == Made.WIDE, rows["made"] == Made.SCALES
+    wide, narrow = np.where(widens, narrow, wide), np.where(widens, wide, narrow)
+    if not writes:
+        wide, narrow = np.where(widens, 0, wide), np.where(widens, narrow, 0)
+    scale, narrow = np.where(scales & writes, narrow, scale), np.where(scales, 0, narrow)
+    aligned = (wide % 2 == 0) & (scale % 4 == 0)
+    eight = (wide % 16 == 0) & (narrow % 8 == 0) & (rows["length"] % 8 == 0)
+    return np.where(aligned & eight, 8, aligned.astype(np.int64))
+
+
+def _together(rows: npt.NDArray[np.void], side: str) -> npt.NDArray[np.uint64]:
+    """The bits of all addresses and strides of a side."""
+    bits: npt.NDArray[np.uint64] = rows[side] | rows[f"{side}_item"] | rows[f"{side}_row"] | rows[f"{side}_lane"]
+    return bits
+
+
+NO_CONVERSIONS = ConvertTable(*(np.empty(0, kind) for kind in (CONVERT, np.int64, np.int64, np.int64, np.int64)))

@@ -52,11 +52,17 @@ class ChunkCopies:
 
 
 class StreamSide:
-    """One side of a rank pair, shared by its streams, with its regions by id; raises OUT_OF_REGION for operations."""
+    """One side of a rank pair, shared by its streams, with its regions by id; raises OUT_OF_REGION for operations.
+
+    A source whose operations convert is refused with NO_TRANSPORT; a sink gets bytes that are converted already.
+    """
 
     def __init__(
         self, program: CopyProgram, side: Side, addresses: Mapping[int, int], lengths: Mapping[int, int]
     ) -> None:
+        if side == "source" and program.operations.converts:
+            mine, advice = "bytes as they are", "use transport CUDA, or INLINE and NIXL from memory of the host"
+            raise LocalError(ErrorCode.NO_TRANSPORT, "", mine, "a conversion", advice)
         self.columns = columns = StreamColumns(program, side, lengths)
         self.addresses = addresses
         self.stream: Side = "sink" if side == "source" else "source"
@@ -67,6 +73,8 @@ class StreamSide:
         self.place -= np.repeat(self.place[columns.first[:-1]], numbers)
         ops = columns.ops.copy()
         ops["layer"] = np.repeat(np.arange(len(numbers)), numbers)  # so that an interval of columns is one of layers
+        if program.operations.converts:
+            ops["made"] = 0
         linear = {
             "region": _STREAM,
             "offset": self.place,

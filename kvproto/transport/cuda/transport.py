@@ -36,6 +36,7 @@ class CudaTransport(base.Transport):
         self.capabilities = base.Capabilities(
             code=TransportCode.CUDA,
             reads=True,
+            converts=True,
             death_is_proof=True,
             batches=True,
             incremental=True,

@@ -23,6 +23,8 @@ class MemoryBackend(Protocol):
     """Whether callers that poll a write advance NIXL themselves, because writes end sooner than a thread wakes."""
     summed_at_once: int
     """As `Capabilities` say it."""
+    converts: bool
+    """Whether it packs bytes of another form (feature CONVERT)."""
     device_name: str | None = None
     """UUID of the GPU, as regions state it; None on the host."""
 
@@ -66,7 +68,7 @@ class MemoryBackend(Protocol):
 class HostBackend(MemoryBackend):
     """Shared memory of this host, packed by numpy."""
 
-    slot_bytes, eager, summed_at_once = 1 << 20, False, SUMMED
+    slot_bytes, eager, summed_at_once, converts = 1 << 20, False, SUMMED, True
 
     def allocate(self, length: int) -> ByteRange:
         return ByteRange.of(bytearray(length))

@@ -23,7 +23,7 @@ from kvproto.wire.enums import ErrorCode, MemoryKind
 class DeviceBackend(MemoryBackend):
     """One GPU of this process, by CUDA ordinal; all of its streams share a copier and buffers on the device."""
 
-    slot_bytes, eager, summed_at_once = 64 << 20, True, SUMMED
+    slot_bytes, eager, summed_at_once, converts = 64 << 20, True, SUMMED, False
 
     def __init__(self, device: int, blocks: int | None = None) -> None:
         self.device = device

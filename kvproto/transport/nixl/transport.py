@@ -56,6 +56,7 @@ class NixlTransport(base.Transport):
             code=TransportCode.NIXL,
             features=(Feature.STAGED,),
             reads=False,
+            converts=self.backend.converts,
             death_is_proof=False,
             batches=False,
             incremental=False,  # a transfer is one stream, or one set of writes, whose end is its completion
@@ -82,10 +83,9 @@ class NixlTransport(base.Transport):
         if self._renewing:
             self._renew()
         mode = self.mode if isinstance(self.mode, WriteMode) else choose(runs(), self.mode)
-        if mode is WriteMode.DIRECT and not all(self.backend.mappable(m) for m in memory.values()):
+        if mode is WriteMode.DIRECT and (other := self._needs_packing(program, memory)):
             if self.mode is WriteMode.DIRECT:
-                mine, advice = "memory of cuMemAlloc", "write packed, or allocate with kvproto.transport.memory"
-                raise LocalError(ErrorCode.NO_TRANSPORT, "regions[0].handles", mine, "virtual memory", advice)
+                raise LocalError(ErrorCode.NO_TRANSPORT, "regions[0].handles", *other)
             mode = WriteMode.PACKED
         device = self.backend.device_name
         if mode is WriteMode.DIRECT:
@@ -99,6 +99,15 @@ class NixlTransport(base.Transport):
             close=lambda: self._free(staging),
         )
         return base.Exposure(dict.fromkeys(memory, (_EMPTY,)), (staging.region(next_id, device),), delivery)
+
+    def _needs_packing(self, program: CopyProgram, memory: base.Regions) -> tuple[str, str, str] | None:
+        """The reason why a peer cannot write these pages directly, as the last fields of an error; None if it can."""
+        if program.operations.converts:
+            return "bytes as they are", "a conversion", "write packed (WriteMode.PACKED)"
+        if all(self.backend.mappable(region) for region in memory.values()):
+            return None
+        advice = "write packed, or allocate with kvproto.transport.memory"
+        return "memory of cuMemAlloc", "virtual memory", advice
 
     # as a source
 
@@ -156,14 +165,21 @@ class NixlTransport(base.Transport):
         connection.link, connection.release = link, lambda: self._free(own)
 
     def prepare(self, move: base.Move) -> None:
-        if any(isinstance(m, PeerPages) for m in move.sinks.values()):
+        """Make what a packer needs; raises NO_TRANSPORT if a program that converts would be written directly."""
+        if self._link(move) is not None:
             self.backend.prepare(move.program, "source", _own(move.sources))
 
+    def _link(self, move: base.Move) -> StagedLink | None:
+        link: StagedLink | None = next((m.link for m in move.sinks.values() if isinstance(m, PeerPages)), None)
+        if link is None and move.program.operations.converts:
+            wanted = "staging slots, as NIXL converts while it packs"
+            raise RemoteError(ErrorCode.NO_TRANSPORT, "regions[0].handles", wanted, "pages", "register packed")
+        return link
+
     def start(self, moves: Sequence[base.Move]) -> "DirectWrite | StagedCopy":
-        """Start one move; raises OUT_OF_REGION, TRANSPORT_FAILED."""
+        """Start one move; raises OUT_OF_REGION, TRANSPORT_FAILED, and NO_TRANSPORT as `prepare`."""
         (move,) = moves
-        sources = _own(move.sources)
-        link = next((m.link for m in move.sinks.values() if isinstance(m, PeerPages)), None)
+        sources, link = _own(move.sources), self._link(move)
         if link is not None:
             packer = self.backend.packer(move.program, "source", sources, move.after)
             return StagedCopy(link, packer, move.grows, self.backend.happened)
