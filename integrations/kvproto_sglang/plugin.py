@@ -7,6 +7,7 @@ from typing import Any
 
 import sglang
 from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.disaggregation.utils import TransferBackend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg
@@ -30,6 +31,16 @@ def install() -> None:
     member: Any = object.__new__(TransferBackend)  # SGLang looks the name up in this enum, which is closed
     member._name_, member._value_ = NAME.upper(), NAME
     TransferBackend._value2member_map_[NAME] = member
+
+
+def _dealt(original: Callable[..., Any], server_args: Any) -> Any:
+    """SGLang knows which of its own back ends may hand over to ranks that deal the tokens; this one plans it, too."""
+    view = resolving_view(server_args)
+    if view.disaggregation_transfer_backend != NAME or view.disaggregation_mode != "decode" or view.dcp_size == 1:
+        return original(server_args)
+    declare_resolution(server_args, NAME, disaggregation_transfer_backend="nixl")
+    original(server_args)
+    return declare_resolution(server_args, NAME, disaggregation_transfer_backend=NAME)
 
 
 def _class_of(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
@@ -94,6 +105,7 @@ _ALLOCATING = (
 )
 """Methods of SGLang's pools that allocate what is stated."""
 _HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
+    ("arg_groups.pd_disaggregation_hook.handle_pd_disaggregation", _dealt, "AROUND"),
     ("disaggregation.utils.get_kv_class", _class_of, "AROUND"),
     ("disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager", _manager_made, "AFTER"),
     ("disaggregation.decode.DecodePreallocQueue._init_kv_manager", _manager_made, "AFTER"),

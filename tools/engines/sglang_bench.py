@@ -31,9 +31,18 @@ def register() -> None:
 
     supply()
     _without_pinning()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _deal_tokens()
     for target, hook, kind in _HOOKS:
         HookRegistry.register(target, hook, getattr(HookType, kind))
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = _one_token
+
+
+def _deal_tokens() -> None:
+    """Ranks on a CPU may deal tokens, which SGLang allows on devices that have kernels for it: Triton interprets them."""
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state.is_cuda = lambda: True  # asked nowhere else in that module
 
 
 class _Unpinned:
@@ -117,6 +126,11 @@ def _handler(original: Callable[..., Any], cls: Any, name: str) -> Any:
     return original(cls, name)
 
 
+def _unpadded(original: Callable[..., Any], model: Any, load: Any, ranks: int) -> Any:
+    """Ranks that are more than the KV heads hold copies of them, as on a GPU: a CPU's SGLang adds heads of zeros."""
+    return model if ranks % model.get_total_num_kv_heads() == 0 else original(model, load, ranks)
+
+
 def _timed(way: str) -> Callable[..., Any]:
     """A hook of what moves pages between HiCache's host pool and its storage."""
 
@@ -151,5 +165,6 @@ _HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
         _handler,
         "AROUND",
     ),
+    ("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _unpadded, "AROUND"),
     *((f"{_CONTROLLER}.{name}", _timed(way), "AROUND") for way, names in _MOVES.items() for name in names),
 )
