@@ -32,6 +32,7 @@ class Ask:
 class Got:
     """Of a request: its tokens, why it ended, its parameters, for each token how far its logit is above the next one's, and
     seconds from its coming to its first token; `came` is when it came, by `time.perf_counter`, the clock of all processes.
+    Of its prompt so many tokens were `found`.
     """
 
     tokens: list[int]
@@ -40,6 +41,7 @@ class Got:
     gaps: list[float]
     first: float
     came: float
+    found: int
 
 
 def gap(logprobs: Any) -> float:
@@ -54,7 +56,8 @@ def serve(pipe: Any, settings: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
-    settings["kv_transfer_config"] = KVTransferConfig(**settings.pop("kv"))
+    if (transfer := settings.pop("kv", None)) is not None:
+        settings["kv_transfer_config"] = KVTransferConfig(**transfer)
     engine = LLM(**settings).llm_engine
     pipe.send(vllm.__version__)
     for batch in iter(pipe.recv, None):
@@ -86,8 +89,8 @@ def serve(pipe: Any, settings: dict[str, Any]) -> None:
                 name, found = out.request_id, out.outputs[0]
                 first = got[name].first if name in got else now - begun[name]
                 gaps = [gap(each) for each in found.logprobs or ()] if out.finished else []
-                tokens, reason = list(found.token_ids), found.finish_reason
-                got[name] = Got(tokens, reason, out.kv_transfer_params, gaps, first, begun[name])
+                about = gaps, first, begun[name], out.num_cached_tokens or 0
+                got[name] = Got(list(found.token_ids), found.finish_reason, out.kv_transfer_params, *about)
             if outs:
                 steps.append(now - last)
                 last = now
@@ -168,7 +171,7 @@ def _start(pipe: Any, settings: dict[str, Any], environment: dict[str, str], log
 def make_model(folder: Path, small: bool, heads: int = 8) -> Path:
     """A Llama of 8 layers and so many KV heads of 128, as a folder: random weights, spread so that greedy tokens vary."""
     layers, width, queries, kv, dim, inner, words = (
-        (4, 128, 4, 2, 32, 256, 512) if small else (8, 1024, 16, heads, 128, 2816, 8192)
+        (4, 128, 4, min(heads, 2), 32, 256, 512) if small else (8, 1024, 16, heads, 128, 2816, 8192)
     )
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": kv, "head_dim": dim,

@@ -11,7 +11,14 @@ from typing import Any
 from kvproto_reference.adapters import draw_adapter
 from tools.engines.sglang_models import MAKERS
 
-_HEADS = {"llama": (4, 2), "llama of others": (4, 2), "window": (4, 2), "llama4": (4, 4), "llama6": (6, 6), "one head": (4, 1)}
+_HEADS = {
+    "llama": (4, 2),
+    "llama of others": (4, 2),
+    "window": (4, 2),
+    "llama4": (4, 4),
+    "llama6": (6, 6),
+    "one head": (4, 1),
+}
 """Of models like Llama: heads, and heads of K and V."""
 
 _DUMMIES = {"small": (576, 1536, 9, 49152), "thin": (96, 64, 3, 512)}
