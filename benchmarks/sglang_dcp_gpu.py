@@ -47,7 +47,7 @@ PAIRS = {
 BASE: dict[str, Any] = {
     "skip_tokenizer_init": True, "random_seed": 0, "disable_cuda_graph": True, "disable_custom_all_reduce": True,
     "log_level": "warning", "grammar_backend": "none", "sampling_backend": "pytorch", "dtype": "bfloat16",
-    "max_total_tokens": 98_304, "mem_fraction_static": 0.3, "context_length": 16_384, "chunked_prefill_size": 16_384,
+    "max_total_tokens": 98_304, "mem_fraction_static": 0.85, "context_length": 16_384, "chunked_prefill_size": 16_384,
     "skip_server_warmup": True, "disable_prefill_cuda_graph": True,
 }  # fmt: skip
 SMALL = {
@@ -57,7 +57,9 @@ SMALL = {
 HAND_OVER = {"disaggregation_transfer_backend": "kvproto", "disaggregation_decode_retraction_backup": "cpu_tensor"}
 
 
-def engines(name: str, model: Path, folder: str, logs: Path, gpus: int, small: bool) -> list[Engine]:
+def engines(
+    name: str, model: Path, folder: str, logs: Path, gpus: int, small: bool, flashinfer: str = ""
+) -> list[Engine]:
     """Prefill, decode and the one alone, starting; pairs that do not need all GPUs have two of them in turn."""
     pair, number = PAIRS[name], list(PAIRS).index(name)
     ranks, place = max(pair.sizes), f"ipc://{folder}/{number}-"
@@ -73,8 +75,12 @@ def engines(name: str, model: Path, folder: str, logs: Path, gpus: int, small: b
             settings |= HAND_OVER | {"disaggregation_mode": role, "disaggregation_bootstrap_port": 1}
         if small:
             settings |= SMALL | ({"attention_backend": "torch_native"} if role != "decode" else {})
+            settings |= {"tp_size": 1} if role == "alone" else {}
         options = {"transports": ["shm" if small else "cuda"], "verify": True}
         environment = seen | of_pair(at % 2, place, options) | {"SGLANG_CPU_OMP_THREADS_BIND": "0|0|0|0"}
+        environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"  # others start on the same GPUs
+        if flashinfer and settings["attention_backend"] == "flashinfer":
+            environment["PYTHONPATH"] = flashinfer
         made.append(Engine(role, settings, environment, logs / f"{name} {role}.log"))
     return made
 
@@ -128,6 +134,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = arguments(__doc__, "sglang_dcp_gpu")
     parser.add_argument("--only", nargs="*", default=list(PAIRS))
     parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
+    parser.add_argument(
+        "--flashinfer", default="", help="the folder of that package, for engines that compute with it alone"
+    )
     parser.add_argument("--cpu", action="store_true", help="try the script with small engines on the CPU")
     args = parser.parse_args(argv)
     args.logs.mkdir(parents=True, exist_ok=True)
@@ -148,11 +157,12 @@ def main(argv: list[str] | None = None) -> int:
             models[title] = make_model(Path(folder) / title, args.cpu, heads=number)
         try:
             for name in names:
-                running[name] = engines(name, models[PAIRS[name].model], folder, args.logs, gpus, args.cpu)
+                model = models[PAIRS[name].model]
+                running[name] = engines(name, model, folder, args.logs, gpus, args.cpu, args.flashinfer)
             for name in names:
                 try:
                     for engine in running[name]:
-                        figures["sglang"] = engine.wait(300)
+                        figures["sglang"] = engine.wait(1200 if args.cpu else 300)
                     figures[name] = told(running[name], args.cpu)
                     bad = bad or wrong(figures[name])
                 except Exception:

@@ -84,7 +84,7 @@ class Engine:
         """Ask for a batch; `more` are fields of requests."""
         self._pipe.send((prompts, most, more))
 
-    def wait(self, seconds: float = 240) -> Any:
+    def wait(self, seconds: float = 600) -> Any:
         """The next that it says; raises TimeoutError, or RuntimeError where it has ended or a batch has failed."""
         if not self._pipe.poll(seconds):
             raise TimeoutError(f"{self.name} says nothing")
@@ -115,6 +115,7 @@ class Engine:
 def _start(pipe: Any, settings: dict[str, Any], environment: dict[str, str], log: str) -> None:
     os.setpgid(0, 0)  # what it starts ends with it
     os.environ.update(environment)
+    sys.path[:0] = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
     out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)

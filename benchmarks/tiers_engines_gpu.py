@@ -64,11 +64,11 @@ def sglang_of(contender: str, folder: Path, model: Path, at: int, gpu: int, log:
     if small:
         settings |= {
             "device": "cpu", "attention_backend": "torch_native", "dtype": "float32", "max_total_tokens": 4096,
-            "disable_overlap_schedule": True, "hicache_io_backend": "direct", "hicache_mem_layout": "layer_first",
+            "context_length": 1024, "disable_overlap_schedule": True, "hicache_io_backend": "direct", "hicache_mem_layout": "layer_first",
         }  # fmt: skip
     else:
         settings |= {
-            "attention_backend": "fa3", "dtype": "bfloat16", "max_total_tokens": 98_304, "mem_fraction_static": 0.4,
+            "attention_backend": "fa3", "dtype": "bfloat16", "max_total_tokens": 98_304, "mem_fraction_static": 0.85,
             "context_length": 16_384, "chunked_prefill_size": 16_384, "sampling_backend": "pytorch",
             "grammar_backend": "none", "skip_server_warmup": True, "disable_prefill_cuda_graph": True,
         }  # fmt: skip
@@ -101,7 +101,7 @@ def vllm_of(contender: str, folder: Path, model: Path, at: int, gpu: int, log: P
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if small else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     if not small:
         settings |= {"dtype": "bfloat16", **FLASH, "block_size": PAGE, "max_model_len": 16_384}
-        settings |= {"kv_cache_memory_bytes": 3 << 30, "gpu_memory_utilization": 0.05, "max_num_batched_tokens": 16_384}
+        settings |= {"kv_cache_memory_bytes": 3 << 30, "gpu_memory_utilization": 0.1, "max_num_batched_tokens": 16_384}
     return started(f"{contender} {at}", settings, environment, log, 32 if small else 0)
 
 
@@ -233,7 +233,7 @@ class Bench:
         running, folder = self._running[contender], self.folder(contender)
         try:
             for engine in running:
-                engine.wait(300)
+                engine.wait(1200 if self.small else 300)
             if contender == OTHER:
                 return crossed(running[0], json.loads(self.answers.read_text()), self.sizes)
             made = self._rounds(running[0], running[1] if len(running) > 1 else None, folder, rounds)

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         ("vllm_pd", "", models), ("vllm_pd", "vllm-0.33.0", models), ("vllm_specs", ""), ("vllm_specs", "vllm-0.33.0"),
         ("vllm_families", "vllm-0.33.0", models), ("vllm_triton", "vllm-0.33.0", models), ("vllm_suite", ""), ("vllm_cannot", "", models), ("vllm_serve", "", models),
         ("vllm_tiers", "", models), ("vllm_tiers", "vllm-0.33.0", models), ("tiers", "sgt", models), ("sglang_drafts", "sgt"),
-        ("sglang_pd", "sgt", models), ("sglang_specs", "sgt"), ("sglang_suite", "sgt"), ("sglang_handover", "sgt"), ("sglang_cannot", "sgt", models), ("sglang_serve", "sgt", models), ("cross_pd", "sgt", models, *jax),
+        ("sglang_pd", "sgt", models), ("sglang_dcp", "sgt", models), ("sglang_specs", "sgt"), ("sglang_suite", "sgt"), ("sglang_handover", "sgt"), ("sglang_cannot", "sgt", models), ("sglang_serve", "sgt", models), ("cross_pd", "sgt", models, *jax),
         ("real_pd", "sgt", str(smollm2.FOLDER)),
     ):  # fmt: skip
         wrong.append(handed_over(module, path, args.at.resolve(), *given))
