@@ -187,6 +187,11 @@ def crossed(engine: Any, answers: dict[str, Any], sizes: Sizes) -> dict[str, Any
     return {"found": [n / (sizes.length - 1) for n in found], "equal tokens": same, "of": MOST, "seconds": seconds}
 
 
+def medians(samples: dict[str, list[Any]]) -> dict[str, float]:
+    """Of those that have no sample that is missing."""
+    return {name: round(median(found), 5) for name, found in samples.items() if None not in found}
+
+
 def contenders(engine: str, small: bool) -> list[str]:
     """By name: the engine's own first."""
     own = {"sglang": [OWN["sglang"]], "vllm": [] if small else ["vLLM's host", OWN["vllm"]]}[engine]
@@ -295,7 +300,7 @@ def main(argv: list[str] | None = None) -> int:
                 if args.cpu:
                     bench.start(name)
                 figures[name] = bench.measure(name, args.rounds)
-                said = {key: v if name == OTHER else median(v) for key, v in figures[name].items() if None not in v}
+                said = figures[name] if name == OTHER else medians(figures[name])
                 print(name, said, flush=True)
             except Exception:
                 wrong, figures[name] = 1, {"error": traceback.format_exc()[-2000:]}
