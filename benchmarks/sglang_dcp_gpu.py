@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -140,6 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cpu", action="store_true", help="try the script with small engines on the CPU")
     args = parser.parse_args(argv)
     args.logs.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # its engines end, too
     figures, gpus, names, bad = dict[str, Any](facts("sglang")), 0, args.only, False
     if args.cpu:
         names = names[:1]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -282,6 +283,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cpu", action="store_true", help="try the script with small engines on the CPU")
     args = parser.parse_args(argv)
     args.logs.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # its engines end, too
     figures, gpus, wrong = dict[str, Any](facts(args.engine)), 1, 0
     if not args.cpu:
         from gpu import gpu_facts
@@ -293,19 +295,23 @@ def main(argv: list[str] | None = None) -> int:
             sglang_engine.plug_in(folder, small=args.cpu)
         bench = Bench(args.engine, args.store, args.logs, make_model(Path(folder) / "model", args.cpu), gpus, args.cpu)
         names = args.only or [*contenders(args.engine, args.cpu), *([OTHER] if bench.answers.exists() else [])]
-        for name in () if args.cpu else names:  # all at once
-            bench.start(name)
-        for name in names:
-            try:
-                if args.cpu:
-                    bench.start(name)
-                figures[name] = bench.measure(name, args.rounds)
-                said = figures[name] if name == OTHER else medians(figures[name])
-                print(name, said, flush=True)
-            except Exception:
-                wrong, figures[name] = 1, {"error": traceback.format_exc()[-2000:]}
-                print(name, figures[name]["error"], flush=True)
-            keep(args.out, figures)
+        try:
+            for name in () if args.cpu else names:  # all at once
+                bench.start(name)
+            for name in names:
+                try:
+                    if args.cpu:
+                        bench.start(name)
+                    figures[name] = bench.measure(name, args.rounds)
+                    said = figures[name] if name == OTHER else medians(figures[name])
+                    print(name, said, flush=True)
+                except Exception:
+                    wrong, figures[name] = 1, {"error": traceback.format_exc()[-2000:]}
+                    print(name, figures[name]["error"], flush=True)
+                keep(args.out, figures)
+        finally:
+            for name in names:
+                bench.stop(name)
     return wrong
 
 
