@@ -100,7 +100,7 @@ def over(prefill: Engine, decode: Engine, prompts: list[list[int]], most: int) -
 
 
 def told(running: list[Engine], small: bool) -> dict[str, Any]:
-    """How many tokens of each answer are equal, and seconds."""
+    """Counts of equal tokens of each answer, and seconds."""
     lengths, most = ([41, 44], 6) if small else ([40, 100, 200, 333, 512, 513, 1000, 2000], 48)
     prefill, decode, alone = running
     figures: dict[str, Any] = {"equal tokens": [], "of one engine asked in another way": [], "of": most}

@@ -38,7 +38,7 @@ STORES = {"kvproto, files": "", "kvproto, packs": "packs:", OTHER: ""}
 
 
 class Sizes:
-    """How much is asked.
+    """Lengths and counts of what is asked.
 
     Fields:
         length: Tokens of a prompt, of which the last one is always computed.
@@ -178,7 +178,7 @@ def _equal(some: list[list[int]], others: list[list[int]]) -> float:
 
 
 def crossed(engine: Any, answers: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """What an engine finds of the prompts that the other one has computed, and how much of its answers is equal."""
+    """Tokens found of the prompts that the other engine has computed, and how much of its answers is equal."""
     time.sleep(6)  # until it looks again who has stored
     prompts = tokens_of([sizes.length] * 4, answers["seed"])
     tokens, found, seconds = ask(engine, prompts, MOST)
@@ -210,14 +210,14 @@ class Bench:
 
     @property
     def answers(self) -> Path:
-        """Where the engine of the other name has left its answers."""
+        """File of the answers of the engine of the other name."""
         return self._answers("vllm" if self.engine == "sglang" else "sglang")
 
     def _answers(self, engine: str) -> Path:
         return self.store / f"{engine}.json"
 
     def folder(self, contender: str) -> Path:
-        """Where a contender stores."""
+        """Folder of the pages of a contender."""
         engine = self.answers.stem if contender == OTHER else self.engine
         return self.store / engine / ("kvproto, files" if contender == OTHER else contender)
 
