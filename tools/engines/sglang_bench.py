@@ -128,7 +128,8 @@ def _handler(original: Callable[..., Any], cls: Any, name: str) -> Any:
 
 def _unpadded(original: Callable[..., Any], model: Any, load: Any, ranks: int) -> Any:
     """Ranks that are more than the KV heads hold copies of them, as on a GPU: a CPU's SGLang adds heads of zeros."""
-    return model if ranks % model.get_total_num_kv_heads() == 0 else original(model, load, ranks)
+    heads = model.get_total_num_kv_heads()
+    return model if heads < ranks and ranks % heads == 0 else original(model, load, ranks)
 
 
 def _timed(way: str) -> Callable[..., Any]:
