@@ -18,6 +18,13 @@ pytest.register_assert_rewrite("tests.commands", "tests.errors")  # so that they
 
 os.umask(0o022)  # an allow-list that its group may write to is refused
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # torch and numpy: other workers have the cores
+COMPILED = Path(__file__).parents[1] / "build/xla"
+"""Programs of XLA, which many engines and processes have alike; as with bytecode, the next run begins with them."""
+os.environ |= {
+    "JAX_COMPILATION_CACHE_DIR": str(COMPILED),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 SLOW = {
     "calibration/test_probe.py",
@@ -42,6 +49,7 @@ SLOW = {
     "conformance/test_live.py",
     "conformance/test_meeting.py",
     "conformance/test_planner.py",
+    "conformance/test_planner_profiles.py",
     "conformance/test_prove.py",
     "conformance/test_reports.py",
     "conformance/test_engines_c.py",
@@ -85,6 +93,7 @@ SLOW = {
     "plan/test_deals.py",
     "plan/test_engines.py::test_a_model_moves_byte_by_byte_from_each_engine_to_another",
     "plan/test_late.py::test_a_window_is_cut_to_the_rows_that_are_held",
+    "plan/test_page_sums.py::test_the_suite_finds_the_same_sums_of_pages",
     "plan/test_parallel.py::test_whatever_is_laid_out_is_a_description_and_the_rest_is_refused_by_name",
     "plan/test_plan.py::test_many_groups_and_many_runs_of_layers_take_no_longer_than_what_they_state",
     "plan/test_plan.py::test_plan_against_brute_force",
@@ -211,9 +220,20 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Sends tests by the other table; marks of xdist's own would need ids that pytest no longer lets it change."""
     gc.enable()  # here nothing is collected
-    made = import_module("xdist.scheduler").LoadScopeScheduling(config, log)
-    made._split_scope = lambda nodeid: ONE_WORKER.get(nodeid.partition("::")[0].removeprefix("tests/"), nodeid)
-    return made
+
+    class Scheduling(import_module("xdist.scheduler").LoadScopeScheduling):  # type: ignore[misc]
+        """Forgets tests that are over: xdist's own counts all of them again at each end of a test."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return ONE_WORKER.get(nodeid.partition("::")[0].removeprefix("tests/"), nodeid)
+
+        def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+            super().mark_test_complete(node, item_index, duration)
+            scope = self._split_scope(self.registered_collections[node][item_index])
+            if all(self.assigned_work[node][scope].values()):
+                del self.assigned_work[node][scope]
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

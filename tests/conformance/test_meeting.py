@@ -266,14 +266,28 @@ def test_today_meets_what_is_kept(
     assert all(right == asked for right, asked in counts)
 
 
+LACKS_WORLDS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from live_source import Prefill
+from toy_engine import serve
+class OfOneWorld(Prefill):
+    def on_open(self, ask):
+        if ask["world"] != "gqa":
+            raise NotImplementedError
+        return super().on_open(ask)
+serve(OfOneWorld())
+"""
+
+
 def test_what_a_peer_of_old_could_not_play_is_named(
-    kept: meeting.Kept, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kept: meeting.Kept, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """An engine may lack a world; who reads that 1 of 2 scenarios passed wants to know of the other."""
     monkeypatch.setattr(meeting, "KEPT", kept.folder.parent)
     monkeypatch.setattr(meeting, "SESSIONS", {"source": ["LIVE-101", "LIVE-105"]})
-    live = f"{sys.executable} {TESTEES / 'live_torch.py'}"
-    pytest.importorskip("torch")
+    (tmp_path / "engine.py").write_text(LACKS_WORLDS)
+    live = f"{sys.executable} {tmp_path / 'engine.py'} {TESTEES}"
     assert main(["meet", "--patience", "20", "--live-source", live, "--", *PRODUCT]) == 0
     said = capsys.readouterr().out.partition("a peer of old meets the source: ")[2]
     assert said.startswith("1 of 2 scenarios")

@@ -12,7 +12,7 @@ from kvproto_conformance.cases import claimed, load
 from kvproto_conformance.claims import EXTENSIONS, Claim
 from kvproto_conformance.data import CLAUSES, REGISTRY
 from kvproto_conformance.live import list_scenarios, run, scenarios
-from kvproto_conformance.live.scenario import SCENARIOS
+from kvproto_conformance.live.scenario import SCENARIOS, Scenario
 from tools.specgen.registry import load as load_registry
 from tools.specgen.registry import profiles
 
@@ -45,10 +45,11 @@ def test_each_case_needs_the_profile_of_its_clause() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("id", SCENARIOS)
-def test_each_scenario_has_a_clause_of_what_it_needs(id: str) -> None:
-    scenario = SCENARIOS[id]
-    assert any(belongs(clause, {name.lower() for name in scenario.extensions}) for clause in scenario.clauses)
+def test_each_scenario_has_a_clause_of_what_it_needs() -> None:
+    def needed(scenario: Scenario) -> bool:
+        return any(belongs(clause, {name.lower() for name in scenario.extensions}) for clause in scenario.clauses)
+
+    assert [id for id, scenario in SCENARIOS.items() if not needed(scenario)] == []
 
 
 def test_a_claim_of_the_core_is_asked_about_the_messages_of_the_core_alone() -> None:

@@ -13,11 +13,11 @@ from kvproto_reference.demo.engines import Engines
 from kvproto_reference.demo.prompts import Prompt
 from kvproto_reference.demo.router import Request, Router
 from kvproto_reference.engine.undivided import Undivided
-from tests.demo.test_demo import demo, nothing_is_left_behind, report
+from tests.demo.test_demo import demo, nothing_is_left_behind, prompts, report
 from tests.processes import imported
 from tests.reference.adapters import two
 
-__all__ = ["nothing_is_left_behind"]
+__all__ = ["nothing_is_left_behind", "prompts"]
 imported("kvproto_reference.demo.__main__")
 
 MLA, DRAFT = CHECKPOINTS / "target-mla", CHECKPOINTS / "draft-gqa"
@@ -57,13 +57,16 @@ def asked(router: Router, adapter: str = "", tenant: str = "") -> Request:
     [
         ("mla", "--prefill-tp 2 --prefill-cp 2 --decode-tp 2 --dcp 2 --interleave 4"),
         ("gqa", "--draft eagle --prefill-tp 3 --prefill-pp 2 --decode-tp 2 --pages 40"),
-        ("hybrid", "--prefill-tp 2 --decode-pp 2"),
+        ("hybrid", "--prefill-tp 2 --decode-pp 2 --max-new 24"),
         ("moe", "--dp-attention --decode-dp 2"),
     ],
 )
-def test_tokens_are_those_of_one_engine_with_the_same_adapters(target: str, args: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_one_engine_with_the_same_adapters(
+    target: str, args: str, tmp_path: Path, prompts: Path
+) -> None:
     adapters = two(tmp_path / "adapters", CHECKPOINTS / f"target-{target}")
-    result = demo("--target", target, "--max-new", "24", *args.split(), *given(adapters), "--json")
+    asked = ["--prompt-file", prompts, "--max-new", "12"]
+    result = demo("--target", target, *asked, *args.split(), *given(adapters), "--json")
     assert result.status == 0, result.said
     told = report(result)
     assert told["verdicts"] == dict.fromkeys(("requests", "checksums", "tokens", "acceptance", "adapters"), True)

@@ -121,7 +121,7 @@ def test_one_prefill_rank_to_two_decode_ranks(target: str, draft: str, prompts: 
     """Over ipc and, where both have one kind of cache, over TCP with keys (KVP-NET-CURVE)."""
     args = ["--prefill-tp", "1", "--decode-tp", "2", "--target", target, "--draft", draft, "--prompt-file", prompts]
     args += ["--tcp"] if target == draft else []
-    told = right(*args, "--max-new", "24")
+    told = right(*args, "--max-new", "12")
     assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == {
         (0, d, g) for d in (0, 1) for g in ("target", "draft")
     }
@@ -136,7 +136,7 @@ def test_one_prefill_rank_to_two_decode_ranks(target: str, draft: str, prompts: 
         # the bytes are messages, over TCP with keys
         "--transport inline --tcp --max-new 8",
         # four query heads and two KV heads on three ranks: the planner sees owned intervals, no sizes
-        "--prefill-tp 3 --decode-tp 2 --target gqa --draft gqa --max-new 24",
+        "--prefill-tp 3 --decode-tp 2 --target gqa --draft gqa --max-new 12",
         # the hidden states of stages and of context-parallel ranks reach the rank with the head, which is one of two
         "--draft eagle --prefill-tp 1 --prefill-pp 2 --prefill-cp 2 --decode-tp 2 --dcp 2 --decode-draft-tp 1 --max-new 8",
         "--draft eagle --decode-framework jax.distributed --prefill-tp 1 --decode-tp 2 --dcp 2 --dtype bfloat16 --max-new 8",
@@ -166,7 +166,7 @@ def test_no_draft(args: str, prompts: Path) -> None:
 def test_an_eagle_head(target: str, prefill: int, decode: int, prompts: Path) -> None:
     """Decode proposes from its first step on, from hidden states of the prompt's last token; cold, it does so worse."""
     args = ["--target", target, "--draft", "eagle", "--prefill-tp", prefill, "--decode-tp", decode]
-    args += ["--prompt-file", prompts, "--max-new", "24"]
+    args += ["--prompt-file", prompts, "--max-new", "12"]
     warm, cold = right(*args), right(*args, "--cold-draft", "zero")
     assert {m["group"] for m in warm["matrix"]} == {"target", "draft"}
     assert {m["group"] for m in cold["matrix"]} == {"target"}
@@ -192,7 +192,8 @@ def test_an_eagle_head(target: str, prefill: int, decode: int, prompts: Path) ->
 )
 def test_a_hybrid_target(args: str, prompts: Path) -> None:
     """States with channels in three blocks, and windows, beside full attention and a draft; to other ranks and pages."""
-    told = right("--target", "hybrid", *args.split(), "--prompt-file", prompts, "--max-new", "24")
+    many = "24" if "--pages" in args else "12"  # so that pages are scarce
+    told = right("--target", "hybrid", *args.split(), "--prompt-file", prompts, "--max-new", many)
     groups = {"target", WINDOW, *STATES.values(), "draft"} - ({"draft"} if "--speculate 0" in args else set())
     assert {m["group"] for m in told["matrix"]} == groups
     sent: dict[int, int] = {}
@@ -209,7 +210,7 @@ def test_a_hybrid_target(args: str, prompts: Path) -> None:
 def test_a_draft_that_prefill_lacks(framework: str, prompts: Path) -> None:
     """KVP-PLAN-COLD: with zero rows fewer proposals are accepted, as by one engine that begins so; tokens stay equal."""
     told = {
-        how: right("--cold-draft", how, "--prompt-file", prompts, "--max-new", "24", "--decode-framework", framework)
+        how: right("--cold-draft", how, "--prompt-file", prompts, "--max-new", "12", "--decode-framework", framework)
         for how in ("compute", "zero")
     }
     assert all({m["group"] for m in each["matrix"]} == {"target"} for each in told.values())
@@ -291,7 +292,7 @@ def test_over_nixl(prompts: Path, tmp_path: Path, measured: bool) -> None:
             assert isinstance(tuned, NixlTransport)
             assert tuned.mode == Costs(1e-6, 1e9, 0.2)
             tuned.close()
-    told = right("--transport", "nixl", "--prompt-file", prompts, "--max-new", "24", *args)
+    told = right("--transport", "nixl", "--prompt-file", prompts, "--max-new", "12", *args)
     assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == {
         (p, 0, g) for p in (0, 1) for g in ("target", "draft")
     }
@@ -317,7 +318,7 @@ def test_layers_are_sent_while_later_ones_compute(tp: tuple[str, str]) -> None:
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
 def test_decode_reads(prefill: int, decode: int, prompts: Path) -> None:
     ranks = ["--prefill-tp", prefill, "--decode-tp", decode]
-    told = right("--pull", *ranks, "--prompt-file", prompts, "--max-new", "24")
+    told = right("--pull", *ranks, "--prompt-file", prompts, "--max-new", "12")
     pairs = {(p, d, g) for p in range(prefill) for d in range(decode) for g in ("target", "draft")}
     assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == pairs
 
@@ -464,10 +465,10 @@ def test_many_requests_and_few_pages(more: tuple[str, ...], tmp_path: Path) -> N
 def test_answers_outgrow_the_pages(args: str, tmp_path: Path) -> None:
     """The youngest gives way and is computed again by decode: tokens and acceptance are those of one engine."""
     words = "times Alice was beginning to get very tired of sitting by her sister"
-    path = bad_prompts(tmp_path, "\n\n".join(f"{n} {words}"[: 30 + 6 * n] for n in range(7)))
-    told = right("--prompt-file", path, "--pages", "9", "--max-new", "60", "--prefill-tp", "1", *args.split())
+    path = bad_prompts(tmp_path, "\n\n".join(f"{n} {words}"[: 30 + 6 * n] for n in range(5)))
+    told = right("--prompt-file", path, "--pages", "9", "--max-new", "40", "--prefill-tp", "1", *args.split())
     assert sum(request["gave_way"] for request in told["requests"]) > 0
-    assert [request["lost"] for request in told["requests"]] == 7 * [[]]
+    assert [request["lost"] for request in told["requests"]] == 5 * [[]]
 
 
 def test_more_ranks_than_heads() -> None:

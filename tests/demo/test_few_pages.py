@@ -18,7 +18,7 @@ from tests.processes import imported
 
 imported("kvproto_reference.demo.__main__")
 
-PAGES, NEW = 9, 60
+PAGES, NEW = 9, 40
 MODELS = CHECKPOINTS / "target-mla", CHECKPOINTS / "draft-gqa"
 
 
@@ -71,8 +71,11 @@ STATES: dict[str, Callable[[Request], bool]] = {
 }
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    ("pair", "state"), [(1, "is decoded"), *((2, state) for state in STATES)], indirect=["pair"], ids=str
+)
 def test_a_cancelled_request_leaves_no_page(pair: tuple[Router, Engines], state: str) -> None:
+    """Two ranks do all that one does, and agree on it besides."""
     router, _ = pair
     cancelled = collected(router, STATES[state], 7)
     assert (cancelled.error, cancelled.stats) == ("cancelled", None)

@@ -273,6 +273,7 @@ def checksum(coordinates: Mapping[Coordinate, int], index: Mapping[tuple[int, st
     return total % 2**64
 
 
+@functools.lru_cache(maxsize=1 << 17)
 def _mix(x: int) -> int:
     z = (x + 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64

@@ -117,11 +117,13 @@ def _sums(made: Plan, source: Geometry, sink: Geometry, number: int, rank: int, 
     for route in made.between(number, rank):
         group = next(g for g in sink.groups if g.id == route.group)
         index = {(group.model, p.name): i for i, p in enumerate(group.parts)}
-        moved = {}
+        moved, paged = {}, group.kind == ItemKind.PAGE
+        turns: dict[tuple[int, int, str, int], int | None] = {}
         for _, where in oracle.bytes_of(group, shares[group.id], held.columns[group.id], held.asked[group.id]):
             model, layer, part, row, at = where
-            paged = group.kind == ItemKind.PAGE
-            turn = oracle.cp_rank_of(groups[model, part, layer], row) if paged else 0
+            if where[:4] not in turns:
+                turns[where[:4]] = oracle.cp_rank_of(groups[model, part, layer], row) if paged else 0
+            turn = turns[where[:4]]
             for box in route.boxes:
                 inside = box.layer_lo <= layer < box.layer_hi and box.lo <= at < box.hi
                 if inside and (index[model, part], turn) == (box.part, box.source_class):

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
@@ -122,10 +124,14 @@ def test_hidden_states_of_a_step(folders: dict[str, Path], head: Fixed, kind: st
     assert untapped.run([Chunk([*PROMPT[:8]], 0, range(8))]).hidden is None
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mla"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("chunk", [5, 64])
-@pytest.mark.parametrize("form", FORMS)
+def with_forms(*values: Sequence[Any]) -> list[Any]:
+    """Every choice of these values, each with one of the two forms, so that any three of them all meet."""
+    found = product(*(range(len(some)) for some in values))
+    forms = [*FORMS]
+    return [(*(some[n] for some, n in zip(values, at, strict=True)), forms[sum(at) % 2]) for at in found]
+
+
+@pytest.mark.parametrize(("kind", "temperature", "chunk", "form"), with_forms(["gqa", "mla"], [0.0, 1.0], [5, 64]))
 def test_rows_are_of_the_targets_states(
     folders: dict[str, Path], head: Fixed, kind: str, temperature: float, chunk: int, form: str
 ) -> None:
@@ -152,10 +158,9 @@ def test_rows_are_of_the_targets_states(
     assert sequence.shared == sequence.valid == len(PROMPT) + 23
 
 
-@pytest.mark.parametrize("target", ["target-gqa", "target-mla"])
-@pytest.mark.parametrize("kind", ["gqa", "mla"])
-@pytest.mark.parametrize("max_new", [1, 2, 5, 30])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("target", "kind", "max_new", "form"), with_forms(["target-gqa", "target-mla"], ["gqa", "mla"], [1, 2, 5, 30])
+)
 def test_a_head_changes_no_token(
     folders: dict[str, Path], head: Fixed, target: str, kind: str, max_new: int, form: str
 ) -> None:

@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvproto import DType
 from kvproto.catalog.models import describe
@@ -23,24 +22,30 @@ SIZES = {"k": ("keys", 1), "v": ("values", 1), "conv": ("conv_states", 1), "ssm"
 """By part: the tensor of a layer that it is, and the axis of its lanes."""
 
 
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    """The package, which only the worker of these tests imports."""
+    return import_module("transformers")
+
+
 def saved(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return found
 
 
 @pytest.mark.parametrize("name", [name for name, config in FILES.items() if config["model_type"] not in OWN_CODE])
-def test_what_transformers_saves_is_described_alike(name: str) -> None:
+def test_what_transformers_saves_is_described_alike(name: str, transformers: Any) -> None:
     published = FILES[name]
-    config = CONFIG_MAPPING[published["model_type"]].from_dict(dict(published))
+    config = transformers.CONFIG_MAPPING[published["model_type"]].from_dict(dict(published))
     assert describe(saved(config)) == describe(published)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_what_is_described_is_what_transformers_allocates(model_type: str) -> None:
+def test_what_is_described_is_what_transformers_allocates(model_type: str, transformers: Any) -> None:
     """Of each layer, which caches it has, their lanes and the size of a lane."""
-    config = CONFIG_MAPPING[model_type]()
+    config = transformers.CONFIG_MAPPING[model_type]()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         tokens = torch.zeros(1, 5, dtype=torch.long)
     layers = model(input_ids=tokens, use_cache=True).past_key_values.layers
     found = {(i, part): size for i, layer in enumerate(layers) for part, size in allocated(layer)}

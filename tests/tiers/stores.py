@@ -7,8 +7,6 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import boto3
-from moto.server import ThreadedMotoServer
 from obstore.store import MemoryStore, S3Store
 
 from kvproto.tiers.file_store import FileStore
@@ -26,6 +24,9 @@ KEYS = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "none", "AWS_REG
 @cache
 def server() -> str:
     """The URL of an S3 server, which runs as long as the process, with a bucket."""
+    import boto3  # half a second, which most workers save
+    from moto.server import ThreadedMotoServer
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     moto.start()

@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from math import lcm
 from pathlib import Path
 
@@ -48,6 +49,13 @@ def engine(
     return lay_out(groups, Parallel(tp=tp, dcp=dcp, pp=pp, cp=cp, interleave=interleave))
 
 
+@lru_cache(maxsize=1 << 15)
+def content(model: int, layer: int, part: int, token: int, lo: int, hi: int) -> bytes:
+    """Bytes [lo, hi) of the lanes of a part, at one token."""
+    places = (((((model * 7 + layer) * 5 + part) * 211 + token) * 1009 + at) * 2654435761 for at in range(lo, hi))
+    return bytes(place >> 20 & 255 for place in places)
+
+
 def right(geometry: Geometry, rank: int, layout: PageLayout, i: int) -> dict[int, bytes]:
     """The bytes of page i, a byte at a time: what a byte is depends on its global coordinate alone."""
     (own,) = (r for r in geometry.ranks if r.rank == rank)
@@ -62,9 +70,8 @@ def right(geometry: Geometry, rank: int, layout: PageLayout, i: int) -> dict[int
                     if group.cp_size > 1 and token // (group.interleave or 1) % group.cp_size != share.cp_rank:
                         continue
                     for span in (span for span in share.lanes if span.part == p):
-                        for at in range(span.lo * spec.lane_bytes, span.hi * spec.lane_bytes):
-                            place = ((((group.model * 7 + layer) * 5 + p) * 211 + token) * 1009 + at) * 2654435761
-                            out.append(place >> 20 & 255)
+                        lo, hi = span.lo * spec.lane_bytes, span.hi * spec.lane_bytes
+                        out += content(group.model, layer, p, token, lo, hi)
         assert len(out) == part.length
         made[part.group] = bytes(out)
     return made

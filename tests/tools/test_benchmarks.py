@@ -4,6 +4,7 @@ Those that need neither also run, in test_small_runs.py; LEFT_OUT says why other
 """
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ LEFT_OUT = {
 }
 
 
+@cache
 def file_of(module: str) -> Path | None:
     """The file of a module of this repository, by its dotted name; a folder if that has no __init__.py."""
     for folder in FOLDERS:
@@ -82,6 +84,7 @@ def file_of(module: str) -> Path | None:
     return None
 
 
+@cache
 def names_in(path: Path) -> set[str]:
     """Names that a module defines, imports or loads by name."""
     names: set[str] = set()
