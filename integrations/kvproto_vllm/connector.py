@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvproto_engines import described, told
 from kvproto_engines.loading import Loading
 from kvproto_engines.memory import only_context
 from kvproto_engines.orders import Orders
-from kvproto_engines.sending import Sending
+from kvproto_engines.sending import Sending, Unread
 from kvproto_vllm.engine import Opened, open_pool
 from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
 from kvproto_vllm.scheduling import Scheduling
@@ -38,13 +39,22 @@ class _Metadata(base.KVConnectorMetadata):
 
 @dataclass
 class _WorkerMetadata(base.KVConnectorWorkerMetadata):
-    """From workers to the scheduler's side: the source ranks that handed a request over, by its id."""
+    """From workers to the scheduler's side.
+
+    Fields:
+        taken: The source ranks that handed a request over, by its id.
+        unread: What workers say of the blocks of preempted requests.
+    """
 
     taken: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    unread: Unread = field(default_factory=lambda: Unread({}, {}))
 
     def aggregate(self, other: Any) -> base.KVConnectorWorkerMetadata:
         """The words of both workers."""
-        return _WorkerMetadata(self.taken | other.taken)
+        free, busy = (
+            dict(Counter(mine) + Counter(theirs)) for mine, theirs in zip(self.unread, other.unread, strict=True)
+        )
+        return _WorkerMetadata(self.taken | other.taken, Unread(free, busy))
 
 
 class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
@@ -65,7 +75,11 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._loading: Loading | None = None
         groups = {type(spec).__name__ for each in kv_cache_config.kv_cache_groups for spec in specs_of(each).values()}
         kinds = bool(groups & {*WINDOWS}), bool(groups & {STATE, RING})  # a ring has lost what a token more overwrites
-        self._scheduling = Scheduling(self._settings, self._replica, *self._roles, *kinds)
+        early, workers = (
+            hasattr(base.KVConnectorBase_V1, "has_pending_block_frees"),
+            vllm_config.parallel_config.world_size,
+        )
+        self._scheduling = Scheduling(self._settings, self._replica, *self._roles, *kinds, early, workers)
         self._tables, self._lost = BlockTables(), LostBlocks()
         self._gpu: torch.device | None = None
         self._zeroed = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
@@ -76,6 +90,13 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return False  # peers map the caches where they were at the start
 
     # the scheduler's side, in the order in which vLLM calls
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._roles[0]:
+            self._scheduling.holds.bind(gpu_block_pool)
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduling.holds.pending
 
     def on_new_request(self, request: Any) -> None:
         self._scheduling.arrived(request)
@@ -98,8 +119,10 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return _Metadata(self._scheduling.orders(scheduler_output, tables))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if isinstance(connector_output.kv_connector_worker_meta, _WorkerMetadata):
-            self._scheduling.taken(connector_output.kv_connector_worker_meta.taken)
+        if isinstance(told := connector_output.kv_connector_worker_meta, _WorkerMetadata):
+            self._scheduling.taken(told.taken)
+            self._scheduling.holds.told(*told.unread)
+        self._scheduling.holds.sent(connector_output.finished_sending or ())
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduling.finished(request)
@@ -184,8 +207,10 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return self._lost.take()
 
     def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
-        taken = self._sending.taken() if self._sending is not None else {}
-        return _WorkerMetadata(taken) if taken else None
+        if self._sending is None:
+            return None
+        taken, unread = self._sending.taken(), self._sending.unread()
+        return _WorkerMetadata(taken, unread) if taken or any(unread) else None
 
     def shutdown(self) -> None:
         if self._loading is not None and self._loading.sink is not None:

@@ -1,6 +1,6 @@
 """The Sink, which a decode rank opens: it fetches requests by ticket into pages that the engine names."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import NoneType
 from typing import Any
 
@@ -189,19 +189,6 @@ class Sink(EngineRank):
 
     def _wake(self, pool: Pool, epoch: int) -> None:
         self._node.move(pool, epoch)
-
-    @property
-    def quarantined(self) -> dict[str, int]:
-        """The number of pages, by group name, that a peer may still write and that must not be reused yet."""
-        names = {g.id: g.name for g in self.geometry.groups}
-        return {names[group]: count for group, count in self._node.quarantined.items()}
-
-    def _gauges(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        yield from super()._gauges()
-        held = self.quarantined
-        for group in self.pool.layout.columns:
-            name = self.pool.layout.groups[group].name
-            yield "kvproto_quarantined_pages", (name,), held.get(name, 0)
 
     def _forget(self, event: Event) -> None:
         if isinstance(event, Arrived | PagesFree) or (isinstance(event, Lost) and event.pages_free):
