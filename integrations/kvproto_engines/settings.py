@@ -13,7 +13,10 @@ import attrs
 from kvproto import LocalError, Options, Seed, Ticket, read_sources
 from kvproto.errors import ErrorCode
 
-__all__ = ["checked", "kept", "of_environment", "refuse"]
+__all__ = ["Places", "checked", "kept", "of_environment", "of_replica", "refuse"]
+
+Places = str | Mapping[int, str]
+"""Addresses of ranks: one text with "{rank}" and "{replica}" where they differ, or an address for each rank."""
 
 
 def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool, **usual: Any) -> dict[str, Any]:
@@ -27,9 +30,9 @@ def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool,
         found = repr(unknown[0]) if isinstance(given, Mapping) else type(given).__name__
         raise refuse(where, "", f"settings of {list(fields)}", found, "correct its name")
     made = dict(given)
-    if prefill and not isinstance(made.get("listen"), str):
-        advice = 'such as "ipc:///run/kv/prefill-{rank}"'
-        raise refuse(where, "listen", "an address, as this engine prefills", str(made.get("listen")), advice)
+    for name in ("listen", "advertise"):
+        if made.get(name) is not None or (prefill and name == "listen"):
+            made[name] = _places(where, name, made.get(name))
     if decode and not made.get("sources"):
         advice = 'such as {"prefill": "ipc:///run/kv/prefill-0"}, by the names that requests say'
         raise refuse(where, "sources", "where prefill engines listen, as this engine decodes", "none", advice)
@@ -45,6 +48,27 @@ def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool,
         raise refuse(where, "options", "names of kvproto.Options", str(error), "correct it") from None
     made["sources"] = _sources(where, made.get("sources", {}))
     return made
+
+
+def _places(where: str, name: str, given: Any) -> Places:
+    """An address, or one for each rank; raises LocalError."""
+    if isinstance(given, str) and given:
+        return given
+    try:
+        made = {int(rank): address for rank, address in given.items()}
+    except (AttributeError, TypeError, ValueError):
+        made = {}
+    if not made or not all(isinstance(address, str) for address in made.values()):
+        advice = 'such as "ipc:///run/kv/prefill-{rank}", or {"0": "tcp://a:7100", "1": "tcp://b:7100"} by rank'
+        raise refuse(where, name, "an address, as this engine prefills", str(given), advice)
+    return made
+
+
+def of_replica(places: Places | None, replica: int) -> Places | None:
+    """The addresses of the ranks of one replica, of what a setting says of all of them."""
+    if places is None or isinstance(places, str):
+        return places and places.replace("{replica}", str(replica))
+    return {rank: address.replace("{replica}", str(replica)) for rank, address in places.items()}
 
 
 def _sources(where: str, given: Any) -> dict[tuple[str, int], Seed]:

@@ -82,8 +82,8 @@ class Manager(base.BaseKVManager):
         self.drafts = queue.draft_token_to_kv_pool is not None
         described.write(VARIABLE, settings.description, self.opened.pool, self.layout.replica)
         if self.prefills:
-            listen = settings.listen_of(self.layout.replica, self.layout.replicas)
-            self.source = Source(settings.name, self.opened.pool, listen, settings.options)
+            listen, outside = settings.places_of(self.layout.replica, self.layout.replicas)
+            self.source = Source(settings.name, self.opened.pool, listen, settings.options, advertise=outside)
         else:
             self.sink = Sink(settings.name, self.opened.pool, dict(settings.sources), settings.options)
 

@@ -9,7 +9,7 @@ import attrs
 
 from kvproto import LocalError, Options, Seed, Ticket
 from kvproto.errors import ErrorCode
-from kvproto_engines.settings import checked, kept, of_environment, refuse
+from kvproto_engines.settings import Places, checked, kept, of_environment, of_replica, refuse
 from kvproto_sglang.metadata import SETS
 from kvproto_sglang.tickets import DEADLINE, Asked, ticket_of
 
@@ -29,7 +29,9 @@ class Settings:
     Fields:
         name: Of the engine, the same on all its ranks. Of a prefill engine what requests call it by: `bootstrap_host`
             and `bootstrap_port` with a colon between, or `bootstrap_host` alone.
-        listen: Prefill: where each rank listens, with "{rank}" where ranks differ, and "{replica}" where those do.
+        listen: Prefill: where each rank listens, with "{rank}" where ranks differ, and "{replica}" where those do; or a
+            mapping by rank.
+        advertise: Prefill: likewise, where decode engines reach the ranks if they do not at `listen`.
         sources: Decode: where the prefill engines listen, by name (replica 0) or "name/replica", or a file of them.
         options: What `kvproto.Options` takes; `ticket_wait` is 60 s where it does not say otherwise, as SGLang reads a
             prompt's own request between steps.
@@ -41,7 +43,8 @@ class Settings:
     """
 
     name: str = "sglang"
-    listen: str | None = None
+    listen: Places | None = None
+    advertise: Places | None = None
     sources: Mapping[tuple[str, int], Seed] = {}
     options: Options = attrs.field(factory=Options)
     deadline: float = DEADLINE
@@ -68,13 +71,13 @@ class Settings:
             )
         return cls(**made)
 
-    def listen_of(self, replica: int, replicas: int) -> str:
-        """The address of the ranks of one of the replicas; raises LocalError if all would listen at one."""
-        listen = str(self.listen)
-        if replicas > 1 and "{replica}" not in listen:
-            mine, advice = f"{replicas} replicas with addresses of their own", 'put "{replica}" into it'
-            raise refuse(VARIABLE, "listen", mine, listen, advice)
-        return listen.replace("{replica}", str(replica))
+    def places_of(self, replica: int, replicas: int) -> tuple[Places, Places | None]:
+        """The addresses at which ranks of a replica listen and are reached; raises LocalError if all replicas share one."""
+        for name, places in (("listen", self.listen), ("advertise", self.advertise)):
+            if replicas > 1 and places is not None and "{replica}" not in str(places):
+                mine, advice = f"{replicas} replicas with addresses of their own", 'put "{replica}" into it'
+                raise refuse(VARIABLE, name, mine, str(places), advice)
+        return of_replica(self.listen, replica) or "", of_replica(self.advertise, replica)
 
     def source_of(self, address: str) -> str:
         """The name of the prefill engine that a request calls by `host:port`; raises LocalError(WRONG_PEER)."""

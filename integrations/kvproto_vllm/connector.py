@@ -19,6 +19,7 @@ from kvproto_engines.loading import Loading
 from kvproto_engines.memory import only_context
 from kvproto_engines.orders import Orders
 from kvproto_engines.sending import Sending, Unread
+from kvproto_engines.settings import of_replica
 from kvproto_vllm.engine import Opened, open_pool
 from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
 from kvproto_vllm.scheduling import Scheduling
@@ -153,8 +154,9 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             return
         told.follow(logger)
         if self._roles[0]:
-            listen = settings.listen.replace("{replica}", str(self._replica))
-            self._sending = Sending(Source(settings.name, opened.pool, listen, settings.options), opened.tables, logger)
+            listen, outside = (of_replica(each, self._replica) for each in (settings.listen, settings.advertise))
+            source = Source(settings.name, opened.pool, listen or "", settings.options, advertise=outside)
+            self._sending = Sending(source, opened.tables, logger)
         sink = Sink(settings.name, opened.pool, dict(settings.sources), settings.options) if self._roles[1] else None
         self._loading = Loading(sink, opened.tables, logger, self._vllm_config.cache_config.enable_prefix_caching)
 

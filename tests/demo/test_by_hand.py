@@ -71,9 +71,10 @@ def test_a_misfit_is_refused_by_name_and_the_next_is_served(
     source_keys: list[object] = []
     if over == "tcp":
         ours, theirs = key_folders(tmp_path)
-        address = ["--prefill", f"tcp://127.0.0.1:{free_port()}"]
-        source_keys, keys = [*address, "--keys", ours], ["--keys", theirs, "--source-key", ours / "public.key"]
-        address += keys
+        port = free_port()
+        outside = f"tcp://127.0.0.1:{port}"
+        source_keys = ["--prefill", f"tcp://0.0.0.0:{port}", "--advertise", outside, "--tp", 2, "--keys", ours]
+        address = ["--prefill", outside, "--keys", theirs, "--source-key", ours / "public.key"]
     source = start("prefill", "--dir", folder, *source_keys)
     wait_ready(folder, "prefill-0")
     misfit = start("decode", "--dir", folder, "--target", "gqa", *address)

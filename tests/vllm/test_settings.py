@@ -13,6 +13,7 @@ import kvproto_vllm
 from kvproto import Cache, DType, LocalError, Parallel, Pool, Seed, lay_out
 from kvproto.cli.main import main
 from kvproto_engines import described
+from kvproto_engines.settings import of_replica
 from kvproto_vllm.releases import check_release
 from kvproto_vllm.settings import Settings
 from tests.commands import Ran
@@ -34,6 +35,17 @@ def test_sources_are_addresses_seeds_replicas_or_a_file(tmp_path: Path) -> None:
     assert read == {("p", 0): Seed("ipc:///a")}
 
 
+def test_ranks_listen_and_are_reached_at_addresses_of_their_own() -> None:
+    given = {
+        "listen": {"0": "tcp://0.0.0.0:7100", "1": "tcp://0.0.0.0:7101"},
+        "advertise": "tcp://p-{replica}:710{rank}",
+    }
+    made = Settings.read(given, "p", True, False)
+    assert of_replica(made.listen, 3) == {0: "tcp://0.0.0.0:7100", 1: "tcp://0.0.0.0:7101"}
+    assert of_replica(made.advertise, 3) == "tcp://p-3:710{rank}"
+    assert of_replica({0: "tcp://p-{replica}:1"}, 3) == {0: "tcp://p-3:1"}
+
+
 def test_options_are_those_of_kvproto() -> None:
     assert Settings.read(LISTEN | {"options": {"verify": "pages"}}, "p", True, False).options.verify == "pages"
 
@@ -42,6 +54,10 @@ def test_options_are_those_of_kvproto() -> None:
     ("given", "roles", "says"),
     [
         ({}, (True, False), "listen"),
+        ({"listen": {}}, (True, False), "listen"),
+        ({"listen": {"first": "ipc:///a"}}, (True, False), "listen"),
+        ({"listen": {"0": 7}}, (True, False), "listen"),
+        (LISTEN | {"advertise": 7}, (True, False), "advertise"),
         ({}, (False, True), "sources"),
         (LISTEN, (True, True), "sources"),
         (LISTEN | {"lisden": 1}, (True, False), "lisden"),
