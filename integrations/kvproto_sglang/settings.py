@@ -72,7 +72,7 @@ class Settings:
         return cls(**made)
 
     def places_of(self, replica: int, replicas: int) -> tuple[Places, Places | None]:
-        """The addresses at which ranks of a replica listen and are reached; raises LocalError if all replicas share one."""
+        """The addresses at which ranks of a replica listen and are reached; LocalError if all replicas share one."""
         for name, places in (("listen", self.listen), ("advertise", self.advertise)):
             if replicas > 1 and places is not None and "{replica}" not in str(places):
                 mine, advice = f"{replicas} replicas with addresses of their own", 'put "{replica}" into it'
