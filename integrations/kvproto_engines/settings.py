@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from kvproto import LocalError, Options, Seed, Ticket, read_sources
+from kvproto import LocalError, Options, Seed, Sink, Source, Ticket, read_sources
 from kvproto.errors import ErrorCode
+from kvproto.probes import Probes
 
-__all__ = ["Places", "checked", "kept", "of_environment", "of_replica", "refuse"]
+__all__ = ["Places", "checked", "kept", "of_environment", "of_replica", "probes_of", "refuse"]
 
+_PLACE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]*):(\d{1,5})")
+REPLICA = 256
+"""Ports between the probes of two replicas; ranks of one follow each other."""
 Places = str | Mapping[int, str]
 """Addresses of ranks: one text with "{rank}" and "{replica}" where they differ, or an address for each rank."""
 
@@ -40,6 +45,8 @@ def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool,
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0:
         advice = f"leave it out for {fields['deadline']:g}"
         raise refuse(where, "deadline", "seconds above 0", repr(seconds), advice)
+    if (place := made.get("probes")) is not None and not _PLACE.fullmatch(str(place)):
+        raise refuse(where, "probes", "HOST:PORT", repr(place), 'such as "0.0.0.0:9400"; leave it out to have none')
     if not isinstance(description := made.get("description", ""), str):
         raise refuse(where, "description", "the path of a file", repr(description), "leave it out to have none")
     try:
@@ -69,6 +76,14 @@ def of_replica(places: Places | None, replica: int) -> Places | None:
     if places is None or isinstance(places, str):
         return places and places.replace("{replica}", str(replica))
     return {rank: address.replace("{replica}", str(replica)) for rank, address in places.items()}
+
+
+def probes_of(place: str | None, replica: int, *ranks: Source | Sink) -> Probes | None:
+    """Probes of the rank of one process, as the setting `probes` asks for them; raises LocalError."""
+    if place is None:
+        return None
+    host, _, port = place.rpartition(":")
+    return Probes(f"{host}:{int(port) + REPLICA * replica + ranks[0].pool.rank}", *ranks)
 
 
 def _sources(where: str, given: Any) -> dict[tuple[str, int], Seed]:

@@ -37,6 +37,7 @@ class Settings:
             prompt's own request between steps.
         deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its room.
         metadata: Decode: what prefill engines hand over beside pages, a name of `metadata.SETS`.
+        probes: HOST:PORT of the probes of rank 0 of replica 0; rank r of replica n has the port 256 n + r further on.
         description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
         weights: Names the weights, where both engines' folders do not: compared before any page moves.
         facts: What is compared before any page moves, in place of what the engine says of itself.
@@ -49,6 +50,7 @@ class Settings:
     options: Options = attrs.field(factory=Options)
     deadline: float = DEADLINE
     metadata: str = "all"
+    probes: str | None = None
     description: str | None = None
     weights: str | None = None
     facts: Mapping[str, str] | None = None

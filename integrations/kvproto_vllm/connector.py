@@ -14,12 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 
 from kvproto import Sink, Source
+from kvproto.probes import Probes
 from kvproto_engines import described, told
 from kvproto_engines.loading import Loading
 from kvproto_engines.memory import only_context
 from kvproto_engines.orders import Orders
 from kvproto_engines.sending import Sending, Unread
-from kvproto_engines.settings import of_replica
+from kvproto_engines.settings import of_replica, probes_of
 from kvproto_vllm.engine import Opened, open_pool
 from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
 from kvproto_vllm.scheduling import Scheduling
@@ -74,6 +75,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._replica = vllm_config.parallel_config.data_parallel_index
         self._sending: Sending | None = None
         self._loading: Loading | None = None
+        self._probes: Probes | None = None
         groups = {type(spec).__name__ for each in kv_cache_config.kv_cache_groups for spec in specs_of(each).values()}
         kinds = bool(groups & {*WINDOWS}), bool(groups & {STATE, RING})  # a ring has lost what a token more overwrites
         early, workers = (
@@ -159,6 +161,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self._sending = Sending(source, opened.tables, logger)
         sink = Sink(settings.name, opened.pool, dict(settings.sources), settings.options) if self._roles[1] else None
         self._loading = Loading(sink, opened.tables, logger, self._vllm_config.cache_config.enable_prefix_caching)
+        doors = [self._sending.source] if self._sending is not None else []
+        self._probes = probes_of(settings.probes, self._replica, *doors, *([sink] if sink is not None else []))
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         self.register_kv_caches(layers_of(kv_cache, attn_backend, self._kv_cache_config))
@@ -215,6 +219,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return _WorkerMetadata(taken, unread) if taken or any(unread) else None
 
     def shutdown(self) -> None:
+        if self._probes is not None:
+            self._probes.close()
         if self._loading is not None and self._loading.sink is not None:
             self._loading.sink.close()
         if self._sending is not None:

@@ -27,6 +27,7 @@ class Settings:
         sources: Decode: where the prefill engines listen, by name (replica 0) or "name/replica", or a file of them.
         options: What `kvproto.Options` takes.
         deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its ticket.
+        probes: HOST:PORT of the probes of rank 0 of replica 0; rank r of replica n has the port 256 n + r further on.
         description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
         weights: Names the weights, where both engines' folders do not: compared before any page moves.
         pages: "strides", "whole", or "auto": as strides wherever these say where each byte of a page lies.
@@ -38,6 +39,7 @@ class Settings:
     sources: Mapping[tuple[str, int], Seed] = {}
     options: Options = attrs.field(factory=Options)
     deadline: float = 60.0
+    probes: str | None = None
     description: str | None = None
     weights: str | None = None
     pages: str = "auto"

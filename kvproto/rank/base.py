@@ -307,6 +307,20 @@ class EngineRank(Closing):
             yield "kvproto_quarantined_pages", (name,), held.get(name, 0)
 
     @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the I/O thread or `step`, for which there is no remedy here; None if none did."""
+        return self._driver.failure
+
+    @property
+    def unready(self) -> str:
+        """The reason that this rank should be sent no requests; empty if it may be."""
+        if self.failure is not None:
+            return f"it has ended by an error: {self.failure}"
+        if self._driver.closed:
+            return "it is closed"
+        return "it drains" if self._draining else "it is asleep" if self._asleep else ""
+
+    @property
     def quarantined(self) -> dict[str, int]:
         """The number of pages, by group name, that must not be reused yet.
 

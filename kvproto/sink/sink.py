@@ -172,6 +172,24 @@ class Sink(EngineRank):
         """
         return frozenset() if self._driver.closed or self._driver.failure is not None else self._node.ready
 
+    @property
+    def sources(self) -> dict[tuple[str, int], str]:
+        """The reason that a connected source replica is not ready, by engine name and replica; empty if it is ready.
+
+        The reason is the last refusal or loss, which may contain what the peer has said.
+        """
+        ready, reasons = self.ready, self._node.reasons
+        silent = "it has not answered yet" if self.options.eager else "it is greeted with the first fetch"
+        return {each: "" if each in ready else reasons.get(each, silent) for each in list(self._node.sources)}
+
+    @property
+    def unready(self) -> str:
+        """The reason that this rank should be sent no requests, such as no ready source; empty if it may be."""
+        reasons = self.sources
+        if (why := super().unready) or not self.options.eager or not reasons or not all(reasons.values()):
+            return why
+        return "; ".join(f"{engine}/{replica}: {reason}" for (engine, replica), reason in sorted(reasons.items()))
+
     def move(self, pool: Pool) -> Withdrawal:
         """Use this pool from now on; fetches that are under way end in the old one.
 

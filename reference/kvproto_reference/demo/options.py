@@ -114,6 +114,8 @@ class EngineOptions:
     images: bool = False
     """Whether an encoder engine in the folder makes rows of images, for prefill."""
     feed: bool = False
+    probes: str | None = None
+    """HOST:PORT at which the process of rank 0 answers probes."""
     """Whether `kvproto top` and `kvproto tail` may look on, at feed-NAME-REPLICA-RANK in the folder."""
     quiet: bool = False
     """Whether to print nothing about sources that come and go, which the router reports."""
@@ -219,6 +221,7 @@ class EngineOptions:
             cold_draft=self.cold_draft is not None,
             insecure=self.insecure,
             keys=self.keys,
+            metrics=self.probes is not None,
             feed=self.folder / f"feed-{self.name}-{self.replica}-{{rank}}" if self.feed else None,
         )
         return options if self.part is None else attrs.evolve(options, part_bytes=self.part)
@@ -283,6 +286,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         captured=vars(args).get("captured", False),
         costs=args.costs and load(args.costs),
         feed=args.feed,
+        probes=args.probes,
         adapters=adapters_of(dict(args.adapter)),
         images=vars(args).get("images", False),
         quiet=vars(args).get("quiet", False),
@@ -347,6 +351,7 @@ def _parser(role: str) -> argparse.ArgumentParser:
     drain = "seconds after SIGTERM in which requests under way may finish; 0: end at once (default 30)"
     add("--drain-for", type=float, default=30.0, metavar="SECONDS", help=drain)
     add("--feed", action="store_true", help="open feeds for `kvproto top DIR/feed-*` and `kvproto tail`")
+    add("--probes", metavar="HOST:PORT", help="answer /ready, /live, /metrics and /drain here, by HTTP (rank 0)")
     add("--costs", type=Path, metavar="FILE", help="results of `kvproto probe`, which say what runs are long")
     add("--name", default=role, help=f"name of this engine (default {role})")
     if role == "prefill":
