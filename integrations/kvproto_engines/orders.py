@@ -76,7 +76,7 @@ class Orders:
     Fields:
         requests: Ticket and prompt of requests that are to be handed over, by their id.
         computed: What this step computes of them.
-        preempted: Whose blocks are about to be reused.
+        preempted: Requests whose blocks the scheduler wants back, by the number of the preemption.
         failed: Why a request will not be handed over, by its id.
         held: Finished requests whose blocks wait for the word that they are free.
         taken: Source ranks that handed a request over, so that the others may release it.
@@ -88,7 +88,7 @@ class Orders:
 
     requests: dict[str, tuple[Ticket, Prompt]] = field(default_factory=dict)
     computed: list[Computed] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
+    preempted: dict[int, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     held: list[str] = field(default_factory=list)
     taken: dict[str, tuple[int, ...]] = field(default_factory=dict)

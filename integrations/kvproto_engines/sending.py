@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvproto import KvprotoError, Request, Source
 from kvproto.events import Expired, Undelivered
+from kvproto_engines.given_up import PATIENCE, GivenUp
 from kvproto_engines.orders import Orders, Table, Tables
 from kvproto_engines.pace import Pace
 
-__all__ = ["Sending"]
+__all__ = ["Sending", "Unread"]
 
-_PATIENCE = 10.0
-"""Seconds in which the copies of a preempted request have to end."""
+
+class Unread(NamedTuple):
+    """The number of workers that say it, by the number of a preemption."""
+
+    free: dict[int, int]
+    """Nobody reads the blocks any more."""
+    busy: dict[int, int]
+    """Somebody may; said once."""
 
 
 class Sending:
-    """Requests of one rank. Nothing here waits for a peer, but before the blocks of a preempted request are reused."""
+    """Requests of one rank. Nothing here waits for a peer."""
 
     def __init__(
-        self, source: Source, tables: Mapping[str, Table], logger: logging.Logger, pace: Pace | None = None
-    ) -> None:  # fmt: skip
-        """`tables` says by group name what its page table is; `pace` counts the requests."""
+        self,
+        source: Source,
+        tables: Mapping[str, Table],
+        logger: logging.Logger,
+        pace: Pace | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
+        """`tables` says by group name what its page table is; `pace` counts the requests; `patience` is that of `GivenUp`."""
         self.source, self._tables, self._logger, self._pace = source, tables, logger, pace or Pace()
+        self._preempted = GivenUp[int](logger, patience)
+        self._busy: set[int] = set()
+        """Preemptions whose blocks were said to be read still."""
         self._requests: dict[str, Request] = {}
         self._held: set[str] = set()
         self._over: set[str] = set()
@@ -33,12 +48,21 @@ class Sending:
         """Kept while copies may wait for them."""
 
     def preempt(self, orders: Orders) -> None:
-        """Stop reading blocks that are about to be reused."""
-        for name in orders.preempted:
-            request = self._requests.pop(name, None)
+        """Stop reading blocks that the scheduler wants back; held until all workers have said `Unread.free`."""
+        for number, name in orders.preempted.items():
+            request, _ = self._requests.pop(name, None), self._events.pop(name, None)
             if request is not None and not request.done:
                 request.fail("preempted: its blocks were needed")
-                request.wait(_PATIENCE)
+            self._preempted.add(number, name, lambda request=request: request is None or request.done)  # type: ignore[misc]
+
+    def unread(self) -> Unread:
+        """Preemptions whose blocks nobody reads any more since the last call, and those that somebody still may."""
+        free = [number for number in self._preempted if self._preempted.free(number)]
+        for number in free:
+            self._preempted.forget(number)
+        busy = set(self._preempted) - self._busy
+        self._busy = (self._busy | busy) - set(free)
+        return Unread(dict.fromkeys(free, 1), dict.fromkeys(sorted(busy), 1))
 
     def take(self, orders: Orders) -> None:
         """Expect sinks for new requests, and end those that will not be computed."""

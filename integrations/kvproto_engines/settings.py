@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from kvproto import LocalError, Options, Seed, Ticket, read_sources
+from kvproto import LocalError, Options, Seed, Sink, Source, Ticket, read_sources
 from kvproto.errors import ErrorCode
+from kvproto.probes import Probes
 
-__all__ = ["checked", "kept", "of_environment", "refuse"]
+__all__ = ["Places", "checked", "kept", "of_environment", "of_replica", "probes_of", "refuse"]
+
+_PLACE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]*):(\d{1,5})")
+REPLICA = 256
+"""Ports between the probes of two replicas; ranks of one follow each other."""
+Places = str | Mapping[int, str]
+"""Addresses of ranks: one text with "{rank}" and "{replica}" where they differ, or an address for each rank."""
 
 
 def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool, **usual: Any) -> dict[str, Any]:
@@ -27,9 +35,9 @@ def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool,
         found = repr(unknown[0]) if isinstance(given, Mapping) else type(given).__name__
         raise refuse(where, "", f"settings of {list(fields)}", found, "correct its name")
     made = dict(given)
-    if prefill and not isinstance(made.get("listen"), str):
-        advice = 'such as "ipc:///run/kv/prefill-{rank}"'
-        raise refuse(where, "listen", "an address, as this engine prefills", str(made.get("listen")), advice)
+    for name in ("listen", "advertise"):
+        if made.get(name) is not None or (prefill and name == "listen"):
+            made[name] = _places(where, name, made.get(name))
     if decode and not made.get("sources"):
         advice = 'such as {"prefill": "ipc:///run/kv/prefill-0"}, by the names that requests say'
         raise refuse(where, "sources", "where prefill engines listen, as this engine decodes", "none", advice)
@@ -37,6 +45,8 @@ def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool,
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0:
         advice = f"leave it out for {fields['deadline']:g}"
         raise refuse(where, "deadline", "seconds above 0", repr(seconds), advice)
+    if (place := made.get("probes")) is not None and not _PLACE.fullmatch(str(place)):
+        raise refuse(where, "probes", "HOST:PORT", repr(place), 'such as "0.0.0.0:9400"; leave it out to have none')
     if not isinstance(description := made.get("description", ""), str):
         raise refuse(where, "description", "the path of a file", repr(description), "leave it out to have none")
     try:
@@ -45,6 +55,35 @@ def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool,
         raise refuse(where, "options", "names of kvproto.Options", str(error), "correct it") from None
     made["sources"] = _sources(where, made.get("sources", {}))
     return made
+
+
+def _places(where: str, name: str, given: Any) -> Places:
+    """An address, or one for each rank; raises LocalError."""
+    if isinstance(given, str) and given:
+        return given
+    try:
+        made = {int(rank): address for rank, address in given.items()}
+    except (AttributeError, TypeError, ValueError):
+        made = {}
+    if not made or not all(isinstance(address, str) for address in made.values()):
+        advice = 'such as "ipc:///run/kv/prefill-{rank}", or {"0": "tcp://a:7100", "1": "tcp://b:7100"} by rank'
+        raise refuse(where, name, "an address, as this engine prefills", str(given), advice)
+    return made
+
+
+def of_replica(places: Places | None, replica: int) -> Places | None:
+    """The addresses of the ranks of one replica, of what a setting says of all of them."""
+    if places is None or isinstance(places, str):
+        return places and places.replace("{replica}", str(replica))
+    return {rank: address.replace("{replica}", str(replica)) for rank, address in places.items()}
+
+
+def probes_of(place: str | None, replica: int, *ranks: Source | Sink) -> Probes | None:
+    """Probes of the rank of one process, as the setting `probes` asks for them; raises LocalError."""
+    if place is None:
+        return None
+    host, _, port = place.rpartition(":")
+    return Probes(f"{host}:{int(port) + REPLICA * replica + ranks[0].pool.rank}", *ranks)
 
 
 def _sources(where: str, given: Any) -> dict[tuple[str, int], Seed]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,10 @@ from sglang.srt.runtime_context import get_lora, get_parallel
 from kvproto import KvprotoError, Sink, Source
 from kvproto_engines import described, told
 from kvproto_engines.gpu import Gpu
+from kvproto_engines.settings import probes_of
 from kvproto_sglang import metadata
 from kvproto_sglang.engine import Engine, Layout, Opened, open_pool, scales_of
+from kvproto_sglang.holding import Holding
 from kvproto_sglang.receiving import Receiving
 from kvproto_sglang.sending import Sending
 from kvproto_sglang.settings import VARIABLE, Settings
@@ -59,6 +61,7 @@ class Manager(base.BaseKVManager):
         self.source: Source | None = None
         self.sink: Sink | None = None
         self._stopped: dict[int, Receiving] = {}
+        self.holding = Holding()
 
     @property
     def adapters(self) -> Sequence[Any]:
@@ -80,10 +83,13 @@ class Manager(base.BaseKVManager):
         self.drafts = queue.draft_token_to_kv_pool is not None
         described.write(VARIABLE, settings.description, self.opened.pool, self.layout.replica)
         if self.prefills:
-            listen = settings.listen_of(self.layout.replica, self.layout.replicas)
-            self.source = Source(settings.name, self.opened.pool, listen, settings.options)
+            listen, outside = settings.places_of(self.layout.replica, self.layout.replicas)
+            self.source = Source(settings.name, self.opened.pool, listen, settings.options, advertise=outside)
         else:
             self.sink = Sink(settings.name, self.opened.pool, dict(settings.sources), settings.options)
+        self.probes = probes_of(
+            settings.probes, self.layout.replica, *[each for each in (self.source, self.sink) if each]
+        )
 
     def _engine(self, queue: Any) -> Engine:
         """SGLang's objects for the target and for its draft."""
@@ -151,6 +157,7 @@ class Sender(base.BaseKVSender):
         """Set by SGLang before it sends a prefix that an earlier forward may still write."""
         assert mgr.source is not None, _NO_HOOKS
         self._sending = Sending(mgr.source, mgr.opened.tables)
+        self._given_up = False
 
     def begin(self, request: Any) -> None:
         """SGLang's request, of which this sender was made."""
@@ -180,7 +187,15 @@ class Sender(base.BaseKVSender):
         return self._sending.state
 
     def abort(self) -> None:
+        """SGLang releases the pages after this, and `hold` keeps them from it."""
+        self._given_up = True
         self._sending.abort("the request was aborted")
+
+    def hold(self, request: Any, release: Callable[[], object]) -> bool:
+        """Whether the pages of a request are released later, by `release`, as it was given up."""
+        if self._given_up:
+            self.kv_mgr.holding.keep(request, self._sending, release)
+        return self._given_up
 
     def failure_exception(self) -> None:
         """SGLang takes the pages back after this, on all ranks where one has failed."""

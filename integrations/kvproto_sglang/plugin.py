@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import sglang
 from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
-from sglang.srt.disaggregation.utils import TransferBackend
+from sglang.srt.disaggregation.utils import TransferBackend, all_reduce_flags
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg
+from torch.distributed import ReduceOp
 
 from kvproto_engines.memory import ShareableMemory
 from kvproto_sglang.settings import check_release
@@ -66,6 +68,41 @@ def _receiver_made(made: Any, queue: Any, request: Any, *args: Any, **named: Any
         made.kv_receiver.begin(request)
 
 
+def _released(original: Callable[..., Any], request: Any, tree_cache: Any, *, checkpoint: bool) -> None:
+    """SGLang releases the row of a request that it gives up at once; its pages may still be read."""
+    sender = request.disagg_kv_sender
+    if not _ours(sender) or not sender.hold(request, lambda: original(request, tree_cache, checkpoint=False)):
+        original(request, tree_cache, checkpoint=checkpoint)
+
+
+def _retired(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """A request that is held was retired already, though it owns its row."""
+    return False if request in _holding(scheduler) else original(scheduler, request)
+
+
+def _polled(scheduler: Any, *args: Any, **named: Any) -> None:
+    """Each pass of a prefill engine's loop releases what nobody reads any more, on all ranks together."""
+    if holding := _holding(scheduler):
+        group = scheduler.attn_tp_cpu_group
+        holding.settle(lambda flags: all_reduce_flags(flags=flags, group=group, op=ReduceOp.MIN))
+
+
+def _idled(idle: bool, scheduler: Any, for_health_check: bool = False, **named: Any) -> bool:
+    """An engine whose pages are read is not idle: SGLang would count them as lost, or flush them."""
+    return idle and (for_health_check or not _holding(scheduler))
+
+
+def _holding(scheduler: Any) -> Any:
+    queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+    return getattr(getattr(queue, "kv_manager", None), "holding", ())
+
+
+def _transfers_queued(made: Any, queue: Any, *args: Any, **named: Any) -> None:
+    """SGLang would reuse pages that may still be written after some seconds, or at once."""
+    if get_disagg().disaggregation_transfer_backend == NAME:
+        queue.enable_deferred_kv_release, queue.deferred_kv_release_timeout = True, math.inf
+
+
 def _allocated(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
     chosen = get_disagg()
     if chosen.disaggregation_mode == "null" or chosen.disaggregation_transfer_backend != NAME:
@@ -111,6 +148,15 @@ _HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
     ("disaggregation.decode.DecodePreallocQueue._init_kv_manager", _manager_made, "AFTER"),
     ("disaggregation.prefill.PrefillBootstrapQueue.create_sender", _sender_made, "AFTER"),
     ("disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", _receiver_made, "AFTER"),
+    ("mem_cache.common.release_kv_cache", _released, "AROUND"),
+    ("disaggregation.prefill.SchedulerDisaggregationPrefillMixin._retire_aborted_prefill_result", _retired, "AROUND"),
+    (
+        "disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
+        _polled,
+        "BEFORE",
+    ),
+    ("managers.scheduler.Scheduler.is_fully_idle", _idled, "AFTER"),
+    ("disaggregation.decode.DecodeTransferQueue.__init__", _transfers_queued, "AFTER"),
     *((f"mem_cache.{name}", _allocated, "AROUND") for name in _ALLOCATING),
     ("mem_cache.memory_pool.MHATokenToKVPool.get_contiguous_buf_infos", _placed, "AROUND"),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,12 +12,9 @@ from kvproto_sglang.state import State
 
 __all__ = ["Sending"]
 
-_PATIENCE = 10.0
-"""Seconds in which the copies of a request have to end whose pages SGLang takes back."""
-
 
 class Sending:
-    """SGLang gives its pages chunk by chunk, those of the whole prompt from the first one on."""
+    """SGLang gives its pages chunk by chunk, those of the whole prompt from the first one on. Nothing here waits."""
 
     def __init__(self, source: Source, tables: Mapping[str, Table]) -> None:
         """`tables` says by group name what its page table is."""
@@ -77,11 +73,13 @@ class Sending:
         self.error = self.error or error_of(request)
         return State.SUCCESS if self.error is None else State.FAILED
 
+    @property
+    def unread(self) -> bool:
+        """Whether it is proven that nobody reads its pages."""
+        return self._request is None or self._request.done
+
     def abort(self, reason: str) -> None:
-        """Stop it, and wait until nobody reads its pages: SGLang reuses them when this returns."""
+        """Stop it. Its pages may be read until it is `unread`, so `Holding` keeps them from SGLang."""
         request, self.error = self._request, self.error or RuntimeError(reason)
-        if request is None or request.done:
-            return
-        request.fail(reason)
-        with contextlib.suppress(Exception):
-            request.wait(_PATIENCE)
+        if request is not None and not request.done:
+            request.fail(reason)

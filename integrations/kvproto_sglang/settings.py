@@ -9,7 +9,7 @@ import attrs
 
 from kvproto import LocalError, Options, Seed, Ticket
 from kvproto.errors import ErrorCode
-from kvproto_engines.settings import checked, kept, of_environment, refuse
+from kvproto_engines.settings import Places, checked, kept, of_environment, of_replica, refuse
 from kvproto_sglang.metadata import SETS
 from kvproto_sglang.tickets import DEADLINE, Asked, ticket_of
 
@@ -29,23 +29,28 @@ class Settings:
     Fields:
         name: Of the engine, the same on all its ranks. Of a prefill engine what requests call it by: `bootstrap_host`
             and `bootstrap_port` with a colon between, or `bootstrap_host` alone.
-        listen: Prefill: where each rank listens, with "{rank}" where ranks differ, and "{replica}" where those do.
+        listen: Prefill: where each rank listens, with "{rank}" where ranks differ, and "{replica}" where those do; or a
+            mapping by rank.
+        advertise: Prefill: likewise, where decode engines reach the ranks if they do not at `listen`.
         sources: Decode: where the prefill engines listen, by name (replica 0) or "name/replica", or a file of them.
         options: What `kvproto.Options` takes; `ticket_wait` is 60 s where it does not say otherwise, as SGLang reads a
             prompt's own request between steps.
         deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its room.
         metadata: Decode: what prefill engines hand over beside pages, a name of `metadata.SETS`.
+        probes: HOST:PORT of the probes of rank 0 of replica 0; rank r of replica n has the port 256 n + r further on.
         description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
         weights: Names the weights, where both engines' folders do not: compared before any page moves.
         facts: What is compared before any page moves, in place of what the engine says of itself.
     """
 
     name: str = "sglang"
-    listen: str | None = None
+    listen: Places | None = None
+    advertise: Places | None = None
     sources: Mapping[tuple[str, int], Seed] = {}
     options: Options = attrs.field(factory=Options)
     deadline: float = DEADLINE
     metadata: str = "all"
+    probes: str | None = None
     description: str | None = None
     weights: str | None = None
     facts: Mapping[str, str] | None = None
@@ -68,13 +73,13 @@ class Settings:
             )
         return cls(**made)
 
-    def listen_of(self, replica: int, replicas: int) -> str:
-        """The address of the ranks of one of the replicas; raises LocalError if all would listen at one."""
-        listen = str(self.listen)
-        if replicas > 1 and "{replica}" not in listen:
-            mine, advice = f"{replicas} replicas with addresses of their own", 'put "{replica}" into it'
-            raise refuse(VARIABLE, "listen", mine, listen, advice)
-        return listen.replace("{replica}", str(replica))
+    def places_of(self, replica: int, replicas: int) -> tuple[Places, Places | None]:
+        """The addresses at which ranks of a replica listen and are reached; LocalError if all replicas share one."""
+        for name, places in (("listen", self.listen), ("advertise", self.advertise)):
+            if replicas > 1 and places is not None and "{replica}" not in str(places):
+                mine, advice = f"{replicas} replicas with addresses of their own", 'put "{replica}" into it'
+                raise refuse(VARIABLE, name, mine, str(places), advice)
+        return of_replica(self.listen, replica) or "", of_replica(self.advertise, replica)
 
     def source_of(self, address: str) -> str:
         """The name of the prefill engine that a request calls by `host:port`; raises LocalError(WRONG_PEER)."""

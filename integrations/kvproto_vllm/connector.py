@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 
 from kvproto import Sink, Source
+from kvproto.probes import Probes
 from kvproto_engines import described, told
 from kvproto_engines.loading import Loading
 from kvproto_engines.memory import only_context
 from kvproto_engines.orders import Orders
 from kvproto_engines.pace import Pace
-from kvproto_engines.sending import Sending
+from kvproto_engines.sending import Sending, Unread
+from kvproto_engines.settings import of_replica, probes_of
 from kvproto_vllm.engine import Opened, open_pool
 from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
 from kvproto_vllm.scheduling import Scheduling
@@ -40,13 +43,22 @@ class _Metadata(base.KVConnectorMetadata):
 
 @dataclass
 class _WorkerMetadata(base.KVConnectorWorkerMetadata):
-    """From workers to the scheduler's side: the source ranks that handed a request over, by its id."""
+    """From workers to the scheduler's side.
+
+    Fields:
+        taken: The source ranks that handed a request over, by its id.
+        unread: What workers say of the blocks of preempted requests.
+    """
 
     taken: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    unread: Unread = field(default_factory=lambda: Unread({}, {}))
 
     def aggregate(self, other: Any) -> base.KVConnectorWorkerMetadata:
         """The words of both workers."""
-        return _WorkerMetadata(self.taken | other.taken)
+        free, busy = (
+            dict(Counter(mine) + Counter(theirs)) for mine, theirs in zip(self.unread, other.unread, strict=True)
+        )
+        return _WorkerMetadata(self.taken | other.taken, Unread(free, busy))
 
 
 class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
@@ -65,9 +77,14 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._replica = vllm_config.parallel_config.data_parallel_index
         self._sending: Sending | None = None
         self._loading: Loading | None = None
+        self._probes: Probes | None = None
         groups = {type(spec).__name__ for each in kv_cache_config.kv_cache_groups for spec in specs_of(each).values()}
         kinds = bool(groups & {*WINDOWS}), bool(groups & {STATE, RING})  # a ring has lost what a token more overwrites
-        self._scheduling = Scheduling(self._settings, self._replica, *self._roles, *kinds)
+        early, workers = (
+            hasattr(base.KVConnectorBase_V1, "has_pending_block_frees"),
+            vllm_config.parallel_config.world_size,
+        )
+        self._scheduling = Scheduling(self._settings, self._replica, *self._roles, *kinds, early, workers)
         self._tables, self._lost = BlockTables(), LostBlocks()
         self._gpu: torch.device | None = None
         self._zeroed = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
@@ -80,6 +97,13 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return False  # peers map the caches where they were at the start
 
     # the scheduler's side, in the order in which vLLM calls
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._roles[0]:
+            self._scheduling.holds.bind(gpu_block_pool)
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduling.holds.pending
 
     def on_new_request(self, request: Any) -> None:
         self._scheduling.arrived(request)
@@ -103,8 +127,10 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return _Metadata(self._scheduling.orders(scheduler_output, tables), idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if isinstance(connector_output.kv_connector_worker_meta, _WorkerMetadata):
-            self._scheduling.taken(connector_output.kv_connector_worker_meta.taken)
+        if isinstance(told := connector_output.kv_connector_worker_meta, _WorkerMetadata):
+            self._scheduling.taken(told.taken)
+            self._scheduling.holds.told(*told.unread)
+        self._scheduling.holds.sent(connector_output.finished_sending or ())
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduling.finished(request)
@@ -135,12 +161,14 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             return
         told.follow(logger)
         if self._roles[0]:
-            listen = settings.listen.replace("{replica}", str(self._replica))
-            source = Source(settings.name, opened.pool, listen, settings.options)
+            listen, outside = (of_replica(each, self._replica) for each in (settings.listen, settings.advertise))
+            source = Source(settings.name, opened.pool, listen or "", settings.options, advertise=outside)
             self._sending = Sending(source, opened.tables, logger, self._pace)
         sink = Sink(settings.name, opened.pool, dict(settings.sources), settings.options) if self._roles[1] else None
         whole = self._vllm_config.cache_config.enable_prefix_caching
         self._loading = Loading(sink, opened.tables, logger, whole, self._pace)
+        doors = [self._sending.source] if self._sending is not None else []
+        self._probes = probes_of(settings.probes, self._replica, *doors, *([sink] if sink is not None else []))
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         self.register_kv_caches(layers_of(kv_cache, attn_backend, self._kv_cache_config))
@@ -193,10 +221,14 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return self._lost.take()
 
     def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
-        taken = self._sending.taken() if self._sending is not None else {}
-        return _WorkerMetadata(taken) if taken else None
+        if self._sending is None:
+            return None
+        taken, unread = self._sending.taken(), self._sending.unread()
+        return _WorkerMetadata(taken, unread) if taken or any(unread) else None
 
     def shutdown(self) -> None:
+        if self._probes is not None:
+            self._probes.close()
         if self._loading is not None and self._loading.sink is not None:
             self._loading.sink.close()
         if self._sending is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -23,6 +24,70 @@ _ENDED = [0]
 
 The source cannot be told by it: it would refuse the ticket, as this is not the prompt (KVP-TKT-CONTENT).
 """
+
+
+class Holds:
+    """References to blocks that sinks may read, beside those of their requests: vLLM reuses none of these blocks.
+
+    vLLM holds the blocks of a request that is over until workers say that it is sent, but not those of one that it
+    preempts, nor those that a sliding window leaves.
+    """
+
+    def __init__(self, workers: int = 1) -> None:
+        """`workers` have to say of a preemption that nobody reads its blocks."""
+        self._workers = workers
+        self._pool: Any = None
+        self._of: dict[str, dict[int, Any]] = {}
+        """Blocks by id, of each request that is handed over."""
+        self._preempted: dict[int, list[Any]] = {}
+        """Blocks by the number of a preemption."""
+        self._free, self._busy = Counter[int](), set[int]()
+        self._numbers = 0
+
+    def bind(self, pool: Any) -> None:
+        """Hold blocks of this BlockPool of vLLM."""
+        self._pool = pool
+
+    def add(self, name: str, tables: Tables) -> None:
+        """Hold the blocks of a request."""
+        if self._pool is None:
+            return
+        held = self._of.setdefault(name, {})
+        every = (self._pool.blocks[block] for table in tables for block in table if block not in held)
+        new = {each.block_id: each for each in every if not each.is_null}
+        self._pool.touch(list(new.values()))
+        held |= new
+
+    def preempted(self, name: str) -> int:
+        """Hold the blocks of a request whose own references are gone; the number of the preemption."""
+        self._numbers += 1
+        if blocks := self._of.pop(name, None):
+            self._preempted[self._numbers] = list(blocks.values())
+        return self._numbers
+
+    def told(self, free: Mapping[int, int], busy: Mapping[int, int]) -> None:
+        """Give back blocks of preemptions of which as many workers as there are have said that nobody reads them."""
+        self._busy |= busy.keys()
+        self._free.update(free)
+        for number in [number for number in free if self._free[number] >= self._workers]:
+            del self._free[number]
+            self._busy.discard(number)
+            self._give_back(self._preempted.pop(number, []))
+
+    def sent(self, names: Iterable[str]) -> None:
+        """Give back blocks of requests that workers have sent, or will not send."""
+        for name in names:
+            self._give_back(list(self._of.pop(name, {}).values()))
+
+    def _give_back(self, blocks: list[Any]) -> None:
+        if blocks:
+            self._pool.free_blocks(blocks[::-1])  # as vLLM does: the tail is evicted first
+
+    @property
+    def pending(self) -> bool:
+        """Whether blocks of a preempted request are likely to come back with the next step of the workers."""
+        unheard = [blocks for blocks in self._of.values() if blocks and blocks[next(reversed(blocks))].ref_cnt == 1]
+        return bool(unheard) or bool(self._preempted.keys() - self._busy)
 
 
 @attrs.define
@@ -60,9 +125,14 @@ class Scheduling:
 
     def __init__(
         self, settings: Settings, replica: int, producer: bool, consumer: bool, windows: bool = False,
-        states: bool = False,
+        states: bool = False, early: bool = True, workers: int = 1,
     ) -> None:  # fmt: skip
-        """`windows`: the engine gives up blocks that a sliding window has left. `states`: some layers have states."""
+        """`windows`: the engine gives up blocks that a sliding window has left. `states`: some layers have states.
+
+        `early`: chunks are handed over while later ones are computed, as the engine waits a step for blocks that are
+        held rather than preempting one request after another.
+        """
+        self.holds, self._early = Holds(workers), early
         self._settings, self._replica, self._roles = settings, replica, (producer, consumer)
         self._only, self._states = windows or states, states
         self._sends: dict[str, _Send] = {}
@@ -143,7 +213,11 @@ class Scheduling:
             tokens = min(before + step.num_scheduled_tokens.get(name, 0), send.end)
             if tokens > send.tokens:
                 send.tokens, send.over = tokens, tokens == send.end
-                self._orders.computed.append(Computed(name, tokens, tables(name), send.over))
+                if send.over or self._early:
+                    blocks = tables(name)
+                    if send.over or not send.made:  # a sink may have the ticket, or will soon
+                        self.holds.add(name, blocks)
+                    self._orders.computed.append(Computed(name, tokens, blocks, send.over))
         made, self._orders = self._orders, Orders()
         return made
 
@@ -152,7 +226,7 @@ class Scheduling:
         send = self._sends.get(name)
         if send is None or not send.tokens or send.lost:
             return
-        self._orders.preempted.append(name)
+        self._orders.preempted[self.holds.preempted(name)] = name
         if send.made:
             ticket = new_ticket(self._settings.name, self._replica, self._settings.deadline)
             self._sends[name] = _Send(ticket, send.prompt, True, send.end)

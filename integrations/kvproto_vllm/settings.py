@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvproto import Options, Seed
-from kvproto_engines.settings import checked, refuse
+from kvproto_engines.settings import Places, checked, refuse
 
 __all__ = ["WHERE", "Settings"]
 
@@ -21,20 +21,25 @@ class Settings:
 
     Fields:
         name: Of the engine, the same on all its ranks; it stands in tickets.
-        listen: Prefill: where each rank listens, with "{rank}" where ranks differ and "{replica}" where replicas do.
+        listen: Prefill: where each rank listens, with "{rank}" where ranks differ and "{replica}" where replicas do; or
+            a mapping by rank.
+        advertise: Prefill: likewise, where decode engines reach the ranks if they do not at `listen`.
         sources: Decode: where the prefill engines listen, by name (replica 0) or "name/replica", or a file of them.
         options: What `kvproto.Options` takes.
         deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its ticket.
+        probes: HOST:PORT of the probes of rank 0 of replica 0; rank r of replica n has the port 256 n + r further on.
         description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
         weights: Names the weights, where both engines' folders do not: compared before any page moves.
         pages: "strides", "whole", or "auto": as strides wherever these say where each byte of a page lies.
     """
 
     name: str
-    listen: str = ""
+    listen: Places = ""
+    advertise: Places | None = None
     sources: Mapping[tuple[str, int], Seed] = {}
     options: Options = attrs.field(factory=Options)
     deadline: float = 60.0
+    probes: str | None = None
     description: str | None = None
     weights: str | None = None
     pages: str = "auto"

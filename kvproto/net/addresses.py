@@ -116,18 +116,50 @@ _MOST_LOOKUPS = 8
 """The most names that are looked up at once; further ones are skipped."""
 
 
+def is_named(address: str) -> bool:
+    """Whether the host of an address is a name, not a number."""
+    host = _host_of(address)
+    return encrypted(address) and host != "*" and host[:1] != "[" and not host.replace(".", "").isdigit()
+
+
+def resolved(host: str) -> str:
+    """The IPv4 address of a host, or its IPv6 address in brackets if it has no other; raises OSError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    numbers = sorted((family == socket.AF_INET6, n, str(place[0])) for n, (family, *_, place) in enumerate(found))
+    ipv6, _, number = numbers[0]
+    return f"[{number}]" if ipv6 else number
+
+
+def numbered(address: str) -> str:
+    """An address with a number in place of its host's name, unless that is not known; it may be that of an interface.
+
+    ZeroMQ looks up no names that it binds to.
+    """
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    try:
+        return f"{scheme}://{resolved(host)}:{port}" if is_named(address) else address
+    except (OSError, UnicodeError):
+        return address
+
+
 class HostNames:
-    """Host names that were dialled and cannot be resolved, as ZeroMQ retries them for ever without reporting it."""
+    """Host names that were dialled, which ZeroMQ looks up as IPv4 or as IPv6, and for ever without reporting it."""
 
     def __init__(self) -> None:
         self._asking: set[str] = set()
         self._unknown: dict[str, str] = {}
+        self._ipv6: set[str] = set()
+
+    def is_ipv6(self, address: str) -> bool:
+        """Whether an address is reached by IPv6 alone, as far as is known."""
+        host = _host_of(address)
+        return host[:1] == "[" or host in self._ipv6
 
     def look_up(self, address: str) -> None:
         """Look up the host name of an address in a new thread, as a name server may take long to answer."""
         host = _host_of(address)
-        number = host[:1] == "[" or host.replace(".", "").isdigit()
-        if number or host in self._asking or len(self._asking) >= _MOST_LOOKUPS:
+        if not is_named(address) or host in self._asking or len(self._asking) >= _MOST_LOOKUPS:
             return
         self._asking.add(host)
         try:
@@ -137,7 +169,7 @@ class HostNames:
 
     def _ask(self, host: str) -> None:
         try:
-            socket.getaddrinfo(host, None)
+            (self._ipv6.add if resolved(host)[:1] == "[" else self._ipv6.discard)(host)
             self._unknown.pop(host, None)
         except (OSError, UnicodeError) as error:
             self._unknown[host] = getattr(error, "strerror", None) or str(error)

@@ -14,7 +14,7 @@ import zmq
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError, bad
 from kvproto.net import limits
-from kvproto.net.addresses import HostNames, check_address, encrypted
+from kvproto.net.addresses import HostNames, check_address, encrypted, is_named, numbered
 from kvproto.net.admission import ClientLoad, Connections, Handshakes, Socket, check_descriptors, event_of, events_of
 from kvproto.net.allow_list import AllowList
 from kvproto.net.keys import KeyPair
@@ -68,7 +68,8 @@ class Listener:
         opened: list[Socket] = []
         self._end = weakref.finalize(self, _close, self._context, opened)
         try:
-            router = _open(self._context, zmq.ROUTER, address, opened)
+            place = numbered(address)
+            router = _open(self._context, zmq.ROUTER, "[" in place, opened)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._handshakes, self._cut_at = None, math.inf
             if keys is not None and self._allow is not None:
@@ -82,8 +83,10 @@ class Listener:
                 raise zmq.ZMQError(zmq.EADDRINUSE, "Address already in use")
             self._connections = Connections(self._context, router, self._allow)
             opened.append(self._connections.inbox.socket)
-            router.bind(address)
+            router.bind(place)
             self.address = router.getsockopt_string(zmq.LAST_ENDPOINT)
+            if place != address:  # its name stays when its number changes
+                self.address = f"{address.rpartition(':')[0]}:{self.address.rpartition(':')[2]}"
         except zmq.ZMQError as e:
             self.close()
             wanted, advice = "an address that is free on this machine", "choose another address, or stop its owner"
@@ -170,8 +173,12 @@ class _Line:
     key: tuple[Any, ...]
     inbox: Inbox
     events: Inbox | None
+    ipv6: bool = False
+    """Whether its host is reached by IPv6 alone."""
     greeting: bool = True
     """Whether its first handshake has not succeeded yet."""
+    broken: bool = False
+    """Whether its connection ended, and has not come back yet."""
     breaks: int = 0
 
 
@@ -264,9 +271,12 @@ class Dialer:
         for line in self._with_events(ready) if self._watched else ():
             while line.greeting and line.events is not None and (frames := line.events.take()) is not None:
                 event, value = event_of(frames)
+                line.broken = event == zmq.EVENT_DISCONNECTED
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     line.greeting = False
-                elif event and value != errno.EAGAIN:  # EAGAIN means that the server is silent or stopped
+                elif (
+                    event and not line.broken and value != errno.EAGAIN
+                ):  # EAGAIN means that the server is silent or stopped
                     line.breaks += _BREAKS if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 1
                     if line.breaks >= _BREAKS:
                         self._unwatch(line)
@@ -279,7 +289,9 @@ class Dialer:
         returned = dict[tuple[Any, ...], None]()
         for line in self._with_events(ready) if self._watched else ():
             while not line.greeting and line.events is not None and (frames := line.events.take()) is not None:
-                if event_of(frames)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                event = event_of(frames)[0]
+                line.broken = event == zmq.EVENT_DISCONNECTED
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     returned[line.key] = None
         return list(returned)
 
@@ -294,6 +306,10 @@ class Dialer:
     def send(self, key: tuple[Any, ...], frame: bytes, server: bytes | None = None) -> bool:
         """Send a frame, connecting at first use; False if its queue is full. Raises OUT_OF_RANGE or INTERNAL."""
         line = self._lines.get(key)
+        if line is not None and (line.greeting or line.broken) and self._has_moved(line):
+            self._drop(line)
+            self._owned[key[0]].remove(line)
+            line = None
         if line is None:
             line = self._lines[key] = self._connect(key, server)
             self._owned.setdefault(key[0], []).append(line)
@@ -307,6 +323,13 @@ class Dialer:
         self._used[line] = None
         return line.inbox.send([frame])
 
+    def _has_moved(self, line: _Line) -> bool:
+        """Whether the host's name has turned out to be one of IPv6 alone, or of it no longer; looks it up again."""
+        address = str(line.key[-1])
+        if is_named(address):
+            self.names.look_up(address)
+        return line.ipv6 != self.names.is_ipv6(address)
+
     def _connect(self, key: tuple[Any, ...], server: bytes | None) -> _Line:
         address = str(key[-1])
         check_address(address, self._keys is not None and server is not None, self._insecure)
@@ -314,17 +337,18 @@ class Dialer:
         opened: list[Socket] = []
         events = None
         try:
-            made = _open(self._context, zmq.DEALER, address, opened)
+            ipv6 = self.names.is_ipv6(address)
+            made = _open(self._context, zmq.DEALER, ipv6, opened)
             if encrypted(address):
                 if self._keys is not None and server is not None:
                     made.setsockopt(zmq.CURVE_SERVERKEY, server)
                     made.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
                     made.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
                 self.names.look_up(address)
-                events = events_of(self._context, made, _HANDSHAKES)
+                events = events_of(self._context, made, _EVENTS)
                 opened.append(events.socket)
             made.connect(address)
-            line = _Line(key, Inbox(made), events)
+            line = _Line(key, Inbox(made), events, ipv6)
         except zmq.ZMQError as e:
             _shut(opened)
             if e.errno == errno.EMFILE:
@@ -353,21 +377,25 @@ class Dialer:
     def drop(self, owner: Hashable) -> None:
         """Close the connections of an owner."""
         for line in self._owned.pop(owner, ()):
-            del self._lines[line.key]
-            self._used.pop(line, None)
-            self._unwatch(line)
-            self._shut(line.inbox)
+            self._drop(line)
+
+    def _drop(self, line: _Line) -> None:
+        del self._lines[line.key]
+        self._used.pop(line, None)
+        self._unwatch(line)
+        self._shut(line.inbox)
 
     def close(self) -> None:
         """Close all connections, after waiting up to half a second for queued frames."""
         self._end()
 
 
-_HANDSHAKES = (
+_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
 )
 
 
@@ -384,12 +412,12 @@ def _refusal(event: int, address: str, ours: str | None) -> KvprotoError:
     return LocalError(ErrorCode.WRONG_PEER, "key", mine, yours, advice)
 
 
-def _open(context: zmq.Context[Socket], kind: int, address: str, opened: list[Socket]) -> Socket:
+def _open(context: zmq.Context[Socket], kind: int, ipv6: bool, opened: list[Socket]) -> Socket:
     socket_ = context.socket(kind)
     opened.append(socket_)
     for option, value in _OPTIONS.items():
         socket_.setsockopt(option, value)
-    if "[" in address:
+    if ipv6:
         socket_.setsockopt(zmq.IPV6, 1)
     return socket_
 

@@ -10,7 +10,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "kvproto_phase_seconds": ("histogram", ("phase",), "Time that each successful transfer or request has spent in each phase. [second]"),
     "kvproto_in_flight": ("gauge", (), "Requests (source) or fetches (sink) that are not over."),
     "kvproto_draining": ("gauge", (), "1 while the rank is going away and accepts nothing new (KVP-SES-DRAINING), else 0."),
-    "kvproto_quarantined_pages": ("gauge", ("group",), "Pages that a peer may still write after a lost transfer, so that nothing may use them yet; `group` is the name in the sink's own Description. [item]"),
+    "kvproto_quarantined_pages": ("gauge", ("group",), "Pages that nothing may reuse yet: at a sink, a peer may still write them after a lost transfer; at a source, their requests are over, and a copy or a peer may still read them. `group` is the name in the side's own Description. [item]"),
     "kvproto_peers": ("gauge", (), "Ranks of other engines with which a session is open."),
     "kvproto_suspects": ("gauge", (), "Ranks among the peers that have been silent for too long (KVP-SES-SUSPECT)."),
     "kvproto_suspicions_total": ("counter", (), "Times that a peer became suspect."),

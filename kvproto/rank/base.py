@@ -93,6 +93,10 @@ class RankNode(Node, Protocol):
     def census(self) -> Counters:
         """Count the peers, and the messages that were sent again so far."""
 
+    @property
+    def quarantined(self) -> dict[int, int]:
+        """The number of pages, by group id, that must not be reused yet."""
+
     def sleep(self, error: KvprotoError) -> LentPool:
         """End what is under way with this error, and ask for the pool back."""
 
@@ -297,6 +301,34 @@ class EngineRank(Closing):
         yield "kvproto_peers", (), census.peers
         yield "kvproto_suspects", (), census.suspects
         yield "kvproto_resends_total", (), census.resends
+        held = self.quarantined
+        for group in self.pool.layout.columns:
+            name = self.pool.layout.groups[group].name
+            yield "kvproto_quarantined_pages", (name,), held.get(name, 0)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the I/O thread or `step`, for which there is no remedy here; None if none did."""
+        return self._driver.failure
+
+    @property
+    def unready(self) -> str:
+        """The reason that this rank should be sent no requests; empty if it may be."""
+        if self.failure is not None:
+            return f"it has ended by an error: {self.failure}"
+        if self._driver.closed:
+            return "it is closed"
+        return "it drains" if self._draining else "it is asleep" if self._asleep else ""
+
+    @property
+    def quarantined(self) -> dict[str, int]:
+        """The number of pages, by group name, that must not be reused yet.
+
+        At a sink, a peer may still write them; at a source, their requests are over, and a copy or a peer may still
+        read them.
+        """
+        names = {g.id: g.name for g in self.geometry.groups}
+        return {names[group]: count for group, count in self._node.quarantined.items()}
 
     def _forget(self, event: Event) -> None:
         """Stop tracking the request that an event ends."""

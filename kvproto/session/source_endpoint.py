@@ -27,7 +27,7 @@ from kvproto.wire.enums import ErrorCode, Feature, Proof, Role, word
 Admit = Callable[[Hashable, Party, int], None]
 
 _MAX_REMEMBERED = 1 << 16
-"""The most incarnations, superseded sessions, and drained sessions that are remembered."""
+"""The most superseded sessions, and drained sessions, that are remembered."""
 
 
 class SourceCalls(TicketCalls, EndpointCalls, Protocol):
@@ -74,8 +74,8 @@ class SourceEndpoint(Endpoint):
         """The last session that each connection opened."""
         self.over: set[int] = set()
         """Sessions that have ended while the memory of their sinks may still be mapped; the rank removes them."""
-        self._incarnations: OrderedDict[tuple[str, int, int], int] = OrderedDict()
-        """The greatest incarnation of each engine, replica and rank."""
+        self._runs: dict[tuple[str, int, int], set[int]] = {}
+        """The sessions that are held of each engine, replica and rank."""
         self._superseded: OrderedDict[int, tuple[Hashable, str]] = OrderedDict()
         """The connection and the incarnations of each session that a later incarnation has ended."""
         self._drained: OrderedDict[int, int] = OrderedDict()
@@ -152,6 +152,7 @@ class SourceEndpoint(Endpoint):
             number = self._fresh()
             session = SourceSession(self, conn, number, hello, chosen, now)
             self.sessions[number], self._greetings[conn], self._bare[number] = session, number, None
+            self._runs.setdefault(peer.place, set()).add(number)
         welcome = m.Welcome(
             session=session.session,
             request=hello.request,
@@ -178,9 +179,11 @@ class SourceEndpoint(Endpoint):
             raise RemoteError(ErrorCode.WRONG_PEER, "role", "a SINK dials", word(Role, hello.role), "dial a source")
         if self.draining and new:
             raise RemoteError(ErrorCode.DRAINING, "", "this engine is going away", str(peer), "greet another engine")
-        held = self._incarnations.get(peer.place, 0)
+        held = max((session.peer.incarnation for session in self._open(peer.place)), default=0)
         if peer.incarnation < held:
-            advice = "end this run: a later one has taken over"
+            advice = (
+                "end the other run, or give each a name or replica of its own: this one is served once that is gone"
+            )
             raise RemoteError(ErrorCode.SUPERSEDED, "incarnation", str(held), str(peer.incarnation), advice)
         if new and len(self.sessions) >= MAX_ENGINE_SESSIONS:
             self._check_engine(peer.engine)
@@ -206,17 +209,19 @@ class SourceEndpoint(Endpoint):
 
     def _supersede(self, peer: Party) -> None:
         """End the sessions of earlier incarnations, which proves nothing about them (KVP-SES-SUPERSEDE)."""
-        held = self._incarnations.get(peer.place, 0)
-        if peer.incarnation > held > 0:
-            for session in [s for s in self.sessions.values() if s.peer.place == peer.place and s.open]:
+        for session in self._open(peer.place):
+            if session.peer.incarnation < peer.incarnation:
                 incarnations = f"{peer.incarnation} after {session.peer.incarnation}"
                 self._superseded[session.session] = session.conn, incarnations
                 session.lose(f"incarnation {incarnations}")
-        self._incarnations[peer.place] = max(held, peer.incarnation)
-        self._incarnations.move_to_end(peer.place)
-        for bounded in (self._incarnations, self._superseded, self._drained):
+        for bounded in (self._superseded, self._drained):
             while len(bounded) > _MAX_REMEMBERED:
                 bounded.popitem(last=False)
+
+    def _open(self, place: tuple[str, int, int]) -> list[SourceSession]:
+        """The open sessions of a rank."""
+        held = [self.sessions.get(number) for number in self._runs.get(place, ())]
+        return [session for session in held if session is not None and session.open]
 
     def readmit(self) -> None:
         """End the sessions of peers that are no longer allowed, which proves nothing about them (KVP-NET-REVOKE)."""
@@ -337,6 +342,9 @@ class SourceEndpoint(Endpoint):
             number = session.session
             del self.sessions[number]
             self._bare.pop(number, None)
+            self._runs[session.peer.place].discard(number)
+            if not self._runs[session.peer.place]:
+                del self._runs[session.peer.place]
             if session.transfers.proven and number not in self._superseded:
                 self._drained[number] = session.minor
             self._unbind(session)

@@ -86,6 +86,8 @@ class SinkNode:
         """Seconds until a source that is lost again is greeted again."""
         self._reported: dict[Replica, set[tuple[type, str, str]]] = {}
         """The refusals and losses that were reported of a source since it was last ready."""
+        self.reasons: Mapping[Replica, str] = {}
+        """The last refusal or loss of each source that had one; replaced as a whole, as `ready` is."""
         self._former: dict[SourceLink, None] = {}
         """Links that have ended, while a fetch or a pool of theirs waits for proof."""
         self.ready: frozenset[Replica] = frozenset()
@@ -245,6 +247,7 @@ class SinkNode:
         if isinstance(event, Refused | Disconnected):
             reported = self._reported.setdefault(link.replica, set())
             reason = str(event.error) if isinstance(event, Refused) else event.reason
+            self.reasons = {**self.reasons, link.replica: reason}
             if (said := (type(event), event.peer, reason)) in reported:
                 return
             if len(reported) < _MOST_REPORTED:

@@ -1,6 +1,6 @@
 """The Sink, which a decode rank opens: it fetches requests by ticket into pages that the engine names."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import NoneType
 from typing import Any
 
@@ -172,6 +172,24 @@ class Sink(EngineRank):
         """
         return frozenset() if self._driver.closed or self._driver.failure is not None else self._node.ready
 
+    @property
+    def sources(self) -> dict[tuple[str, int], str]:
+        """The reason that a connected source replica is not ready, by engine name and replica; empty if it is ready.
+
+        The reason is the last refusal or loss, which may contain what the peer has said.
+        """
+        ready, reasons = self.ready, self._node.reasons
+        silent = "it has not answered yet" if self.options.eager else "it is greeted with the first fetch"
+        return {each: "" if each in ready else reasons.get(each, silent) for each in list(self._node.sources)}
+
+    @property
+    def unready(self) -> str:
+        """The reason that this rank should be sent no requests, such as no ready source; empty if it may be."""
+        reasons = self.sources
+        if (why := super().unready) or not self.options.eager or not reasons or not all(reasons.values()):
+            return why
+        return "; ".join(f"{engine}/{replica}: {reason}" for (engine, replica), reason in sorted(reasons.items()))
+
     def move(self, pool: Pool) -> Withdrawal:
         """Use this pool from now on; fetches that are under way end in the old one.
 
@@ -189,19 +207,6 @@ class Sink(EngineRank):
 
     def _wake(self, pool: Pool, epoch: int) -> None:
         self._node.move(pool, epoch)
-
-    @property
-    def quarantined(self) -> dict[str, int]:
-        """The number of pages, by group name, that a peer may still write and that must not be reused yet."""
-        names = {g.id: g.name for g in self.geometry.groups}
-        return {names[group]: count for group, count in self._node.quarantined.items()}
-
-    def _gauges(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        yield from super()._gauges()
-        held = self.quarantined
-        for group in self.pool.layout.columns:
-            name = self.pool.layout.groups[group].name
-            yield "kvproto_quarantined_pages", (name,), held.get(name, 0)
 
     def _forget(self, event: Event) -> None:
         if isinstance(event, Arrived | PagesFree) or (isinstance(event, Lost) and event.pages_free):

@@ -175,6 +175,16 @@ class SourceNode:
     def census(self) -> Counters:
         return self.endpoint.census()
 
+    @property
+    def quarantined(self) -> dict[int, int]:
+        """The number of pages, by group id, of requests that are over but that a copy or a sink may still read."""
+        counts: dict[int, int] = {}
+        for request in list(self._ending):
+            finished = request.prefill.finished
+            for group, items in (request.prefill.items if finished is None else finished.items).items():
+                counts[group] = counts.get(group, 0) + len(items)
+        return counts
+
     # calls of the endpoint
 
     def report(self, event: Event) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvproto.errors import LocalError, check_type
 from kvproto.events import Event, Over
-from kvproto.net import AllowList, Listener, encrypted, is_wildcard, read_keys
+from kvproto.net import AllowList, Listener, check_address, encrypted, is_wildcard, read_keys
 from kvproto.options import Options
 from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import EngineRank, check_request, options_of, party_of, transports_of
@@ -30,31 +30,39 @@ class Source(EngineRank):
 
     _node: SourceNode
 
-    def __init__(self, name: str, pool: Pool, listen: str | Mapping[int, str], options: Options | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        pool: Pool,
+        listen: str | Mapping[int, str],
+        options: Options | None = None,
+        *,
+        advertise: str | Mapping[int, str] | None = None,
+    ) -> None:
         """Listen for sinks.
 
         `name` is the engine's name, the same on all ranks and in tickets. `listen` is the address of this rank, with
         "{rank}" in the place of its number ("ipc:///run/kv/prefill-{rank}"), or the addresses of all ranks of the
-        replica by rank. Raises LocalError: OUT_OF_RANGE for an argument or an address that cannot be used,
+        replica by rank. `advertise`, likewise, is where sinks reach the ranks if they do not at `listen`: behind NAT,
+        or if that is a wildcard. Raises LocalError: OUT_OF_RANGE for an argument or an address that cannot be used,
         NO_TRANSPORT, and UNEXPECTED_MESSAGE for a pool that is closed or serves another Source.
         """
         check_type("pool", pool, Pool, "a kvproto.Pool")
-        check_type("listen", listen, (str, Mapping), "an address, or a mapping of rank to address")
         chosen = options_of(options)
-        endpoints = _endpoints(listen, pool)
         self._requests: dict[bytes, Request] = {}
         party = party_of(name, pool)
-        for address in endpoints.values():
-            check_type("listen", address, str, "addresses, each a str")
-            if len(endpoints) > 1 and is_wildcard(address):
-                advice = "sinks dial the addresses in Welcome: name the host, or the address of an interface"
-                raise LocalError(ErrorCode.OUT_OF_RANGE, "listen", "addresses that can be dialled", address, advice)
+        endpoints = _endpoints("listen", listen, pool)
+        self._listen, self._advertise, place = listen, advertise, endpoints[pool.rank]
+        if advertise is not None:
+            endpoints = _endpoints("advertise", advertise, pool)
+        for address in endpoints.values() if advertise is not None or len(endpoints) > 1 else ():
+            _check_dialled("listen" if advertise is None else "advertise", address, chosen)
         try:
-            listener = _listener(endpoints[pool.rank], chosen)
+            listener = _listener(place, chosen)
         except LocalError as error:
             raise error.at("listen" if error.path == "address" else error.path) from error
-        endpoints[pool.rank] = self._address = listener.address
-        self._listen = listen
+        self._address = listener.address if advertise is None else endpoints[pool.rank]
+        endpoints[pool.rank] = self._address
         try:
             self._node = SourceNode(party, pool, listener, endpoints, chosen, transports_of(chosen, pool))
             super().__init__(name, pool, self._node, chosen)
@@ -114,10 +122,15 @@ class Source(EngineRank):
 
     def _check_pool(self, pool: Pool) -> None:
         super()._check_pool(pool)
-        _endpoints(self._listen, pool)
+        self._endpoints_of(pool)
 
     def _wake(self, pool: Pool, epoch: int) -> None:
-        self._node.wake(pool, epoch, _endpoints(self._listen, pool) | {pool.rank: self._address})
+        self._node.wake(pool, epoch, self._endpoints_of(pool) | {pool.rank: self._address})
+
+    def _endpoints_of(self, pool: Pool) -> dict[int, str]:
+        if self._advertise is not None:
+            return _endpoints("advertise", self._advertise, pool)
+        return _endpoints("listen", self._listen, pool)
 
     def _forget(self, event: Event) -> None:
         if isinstance(event, Over):
@@ -127,8 +140,12 @@ class Source(EngineRank):
         return self._requests.values()
 
 
-def _endpoints(listen: str | Mapping[int, str], pool: Pool) -> dict[int, str]:
-    """The address of each rank of a pool's replica; raises LocalError(OUT_OF_RANGE) if any is missing or shared."""
+def _endpoints(name: str, listen: str | Mapping[int, str], pool: Pool) -> dict[int, str]:
+    """The address of each rank of a pool's replica, as the argument of this name says.
+
+    Raises LocalError(OUT_OF_RANGE) if any is missing, shared or no text.
+    """
+    check_type(name, listen, (str, Mapping), "an address, or a mapping of rank to address")
     ranks = [share.rank for share in pool.geometry.ranks]
     if isinstance(listen, Mapping):
         addresses = dict(listen)
@@ -136,8 +153,22 @@ def _endpoints(listen: str | Mapping[int, str], pool: Pool) -> dict[int, str]:
         addresses = {rank: listen.replace("{rank}", str(rank)) for rank in ranks}
     if sorted(addresses) != sorted(ranks) or len(set(addresses.values())) < len(ranks):
         mine, advice = f"an address for each of the ranks {ranks}", 'put "{rank}" where the addresses of ranks differ'
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "listen", mine, str(listen), advice)
+        raise LocalError(ErrorCode.OUT_OF_RANGE, name, mine, str(listen), advice)
+    for address in addresses.values():
+        check_type(name, address, str, "addresses, each a str")
     return addresses
+
+
+def _check_dialled(name: str, address: str, options: Options) -> None:
+    """Raise LocalError(OUT_OF_RANGE) for an address that no sink can dial."""
+    if is_wildcard(address):
+        advice = "sinks dial the addresses in Welcome: name the host, or the address of an interface, in `advertise`"
+        raise LocalError(ErrorCode.OUT_OF_RANGE, name, "addresses that can be dialled", address, advice)
+    if name == "advertise" and encrypted(address):
+        try:
+            check_address(address, options.keys is not None, options.insecure)
+        except LocalError as error:
+            raise error.at(name) from error
 
 
 def _listener(address: str, options: Options) -> Listener:

@@ -269,14 +269,21 @@ def order_of_its_own(adapter: Any) -> None:
     SourceTransfers._check = check  # type: ignore[method-assign]
 
 
-def forgets_incarnations(adapter: Any) -> None:
-    plain = SourceEndpoint.closed
+def remembers_incarnations(adapter: Any) -> None:
+    greatest: dict[Any, int] = {}
+    plain = SourceEndpoint._check
 
-    def closed(self: SourceEndpoint, session: Any) -> None:
-        plain(self, session)
-        self._incarnations.clear()
+    def check(self: SourceEndpoint, hello: m.Hello, peer: Any, new: bool) -> None:
+        if peer.incarnation < greatest.setdefault(peer.place, peer.incarnation):
+            raise RemoteError(ErrorCode.SUPERSEDED, "incarnation", str(greatest[peer.place]), str(peer.incarnation))
+        plain(self, hello, peer, new)
+        greatest[peer.place] = peer.incarnation
 
-    SourceEndpoint.closed = closed  # type: ignore[method-assign]
+    SourceEndpoint._check = check  # type: ignore[method-assign]
+
+
+def welcomes_earlier_runs(adapter: Any) -> None:
+    SourceEndpoint._open = lambda self, place: []  # type: ignore[method-assign]
 
 
 def any_replica(adapter: Any) -> None:
@@ -439,7 +446,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "a ticket for two sequences": ("source", has(tickets, "_check", lambda *_: None), "LIVE-172", "Failed has not come"),
     "a ticket for any replica": ("source", any_replica, "LIVE-173", "Failed has not come"),
-    "incarnations forgotten with their session": ("source", forgets_incarnations, "LIVE-174", "Refused has not come"),
+    "incarnations that outlive their sessions": ("source", remembers_incarnations, "LIVE-174", "Hello was refused: SUPERSEDED"),
+    "earlier runs beside later ones": ("source", welcomes_earlier_runs, "LIVE-174", "Refused has not come"),
     "sequences that are never over": ("source", has(SourceSession, "forget", lambda self: None), "LIVE-175", "Failed has not"),
     "Done once all is computed": ("source", does("on_computed", done_once_computed), "LIVE-176", "no Done"),
     "columns over each other": ("source", has(Overlaps, "check", lambda self, grants: None), "LIVE-177", "Failed has not come"),

@@ -4,6 +4,9 @@ import json
 import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,9 +74,10 @@ def test_a_misfit_is_refused_by_name_and_the_next_is_served(
     source_keys: list[object] = []
     if over == "tcp":
         ours, theirs = key_folders(tmp_path)
-        address = ["--prefill", f"tcp://127.0.0.1:{free_port()}"]
-        source_keys, keys = [*address, "--keys", ours], ["--keys", theirs, "--source-key", ours / "public.key"]
-        address += keys
+        port = free_port()
+        outside = f"tcp://127.0.0.1:{port}"
+        source_keys = ["--prefill", f"tcp://0.0.0.0:{port}", "--advertise", outside, "--tp", 2, "--keys", ours]
+        address = ["--prefill", outside, "--keys", theirs, "--source-key", ours / "public.key"]
     source = start("prefill", "--dir", folder, *source_keys)
     wait_ready(folder, "prefill-0")
     misfit = start("decode", "--dir", folder, "--target", "gqa", *address)
@@ -90,6 +94,38 @@ def test_a_misfit_is_refused_by_name_and_the_next_is_served(
         assert report(result)["identical"]
     source.process.terminate()
     assert "prefill rank 0 refused decode rank 0: IDENTITY_MISMATCH" in source.wait().said
+
+
+def test_engines_answer_probes(start: Start, folder: Path) -> None:
+    """Decode is ready once its source is, and says why not when that has gone; both stay alive."""
+    ports = [free_port(), free_port()]
+    prefill, decode = (
+        start(role, "--dir", folder, "--draft", "none", "--probes", f"127.0.0.1:{port}")
+        for role, port in zip(("prefill", "decode"), ports, strict=True)
+    )
+
+    def ask(port: int, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    wait_ready(folder, "prefill-0")
+    wait_ready(folder, "decode-0")
+    assert ask(ports[0], "/ready")[0] == 200
+    until = time.monotonic() + 60
+    while ask(ports[1], "/ready")[0] != 200:
+        assert time.monotonic() < until
+    assert 'kvproto_peers{engine="decode",rank="0",replica="0",role="sink"} 1.0' in ask(ports[1], "/metrics")[1]
+    prefill.process.terminate()
+    assert prefill.wait().status == 0
+    while ask(ports[1], "/ready")[0] != 503:
+        assert time.monotonic() < until
+    assert "prefill/0: stopped" in ask(ports[1], "/ready")[1]
+    assert ask(ports[1], "/live")[0] == 200
+    decode.process.terminate()
+    assert decode.wait().status == 0
 
 
 def test_address_in_use(start: Start, folder: Path) -> None:

@@ -153,3 +153,28 @@ def test_a_fetch_that_no_source_has_accepted_survives_a_stop_of_this_side(
             fetches[2].wait(0)
         both.until(lambda: fetches[2].pages_free)
         assert both.sink.quarantined == {}
+
+
+def test_of_two_sinks_of_one_name_the_survivor_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides are told; the earlier one is served again, without a fetch, when the later one has ended."""
+    monkeypatch.setattr(limits, "PING_SILENCE", 0.05)
+    address, refused = address_in(tmp_path), list[Refused]()
+    with Source("prefill", filled(), address, STEPPED) as source, decode(address) as first:
+        until(first, lambda: first.ready, source)
+        with decode(address) as second:
+            until(second, lambda: second.ready, source)
+            for _ in range(4000):
+                events = [*source.step(0.0), *first.step(0.002)]
+                refused += [event for event in events if isinstance(event, Refused)]
+                if len({event.by_us for event in refused}) == 2:
+                    break
+            assert {event.by_us for event in refused} == {True, False}
+            assert {event.error.code for event in refused} == {ErrorCode.SUPERSEDED}
+            assert all("a name or replica of its own" in str(event.error) for event in refused)
+            assert not first.ready
+            until(second, lambda: second.ready, source)
+        until(first, lambda: first.ready, source)
+        both = Two(source, first)
+        request, fetch = both.asked([9, 0, 5])
+        request.finish({"kv": [3, 1, 2]})
+        both.ends(fetch)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import attrs
 import pytest
 import zmq
 from prometheus_client import CollectorRegistry, generate_latest
@@ -148,6 +149,25 @@ def test_pages_that_may_still_be_written(tmp_path: Path) -> None:
             both.sink.step(0.005)
         assert not found.pages_free
         assert values(both.sink)["kvproto_quarantined_pages", "sink", "kv"] == 3
+
+
+def test_pages_that_may_still_be_read(tmp_path: Path) -> None:
+    """Of a request that its engine has given up while a sink reads what it was offered."""
+    options = attrs.evolve(SEEN, pull=True, lease=1.0)
+    with two(tmp_path, options) as both:
+        connected(both)
+        request, found = both.asked([9, 0, 5])
+        both.until(lambda: request.state is not None and request.state.asking())
+        request.finish({"kv": [3, 1, 2]})
+        both.source.step(0.0)
+        assert values(both.source)["kvproto_quarantined_pages", "source", "kv"] == 0
+        request.fail("the client is gone")
+        assert both.source.quarantined == {"kv": 3}
+        assert values(both.source)["kvproto_quarantined_pages", "source", "kv"] == 3
+        while not request.done:
+            both.source.step(0.005)
+        assert values(both.source)["kvproto_quarantined_pages", "source", "kv"] == 0
+        assert not found.done
 
 
 def test_a_peer_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

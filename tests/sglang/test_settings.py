@@ -81,9 +81,13 @@ def test_what_a_client_says_of_deadlines_does_not_outlast_the_setting() -> None:
 
 def test_replicas_listen_apart() -> None:
     made = Settings.read({"name": "h:1", "listen": "ipc:///run/kv/p-{replica}-{rank}"}, True)
-    assert [made.listen_of(replica, 2) for replica in range(2)] == [f"ipc:///run/kv/p-{n}-{{rank}}" for n in range(2)]
+    assert [made.places_of(n, 2) for n in range(2)] == [(f"ipc:///run/kv/p-{n}-{{rank}}", None) for n in range(2)]
     with pytest.raises(LocalError, match="2 replicas"):
-        Settings.read(PREFILL, True).listen_of(1, 2)
+        Settings.read(PREFILL, True).places_of(1, 2)
+    outside = PREFILL | {"listen": "tcp://*:710{replica}{rank}", "advertise": "tcp://h:7100"}
+    with pytest.raises(LocalError, match=r"KVPROTO_SGLANG\.advertise"):
+        Settings.read(outside, True).places_of(1, 2)
+    assert Settings.read(outside, True).places_of(0, 1) == ("tcp://*:7100{rank}", "tcp://h:7100")
 
 
 @pytest.mark.parametrize(

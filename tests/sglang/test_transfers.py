@@ -1,15 +1,18 @@
 """Requests at both engines over a Source and a Sink, in the states that SGLang polls."""
 
 import ast
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import kvproto_sglang
-from kvproto import Prompt, Sink, Source, Ticket
+from kvproto import Options, Prompt, Sink, Source, Ticket
 from kvproto_engines.told import stop_unwanted
+from kvproto_sglang.holding import Holding
 from kvproto_sglang.pools.stated import Table
 from kvproto_sglang.receiving import Receiving
 from kvproto_sglang.sending import Sending
@@ -24,11 +27,11 @@ TABLES = {"kv": Table(PAGE)}
 class Pair:
     """A prefill and a decode rank, without threads."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, options: Options = STEPPED) -> None:
         place = f"ipc://{folder}/p"
         self.pools = filled(), filled()
-        self.source = Source("p", self.pools[0], place, STEPPED)
-        self.sink = Sink("d", self.pools[1], {"p": place}, STEPPED)
+        self.source = Source("p", self.pools[0], place, options)
+        self.sink = Sink("d", self.pools[1], {"p": place}, options)
         self._rooms = iter(range(1, 100))
 
     def both(self, deadline: float = 30) -> tuple[Sending, Receiving, Ticket]:
@@ -153,6 +156,54 @@ def test_a_request_that_decode_aborts_before_it_has_pages_is_told_to_prefill(pai
     pair.until(lambda: receiving.state == State.FAILED and sending.state in (State.FAILED, State.SUCCESS))
 
 
+def all_ranks(flags: list[bool]) -> list[bool]:
+    """Of an engine of one rank."""
+    return flags
+
+
+def test_what_is_given_up_waits_for_nobody_and_is_released_when_no_sink_reads_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sink is silent, and may read until its lease is over."""
+    pair = Pair(tmp_path, Options(thread=False, pull=True, lease=1.0))
+    sending, receiving = begun(pair)
+    receiving.fetch(PAGES, 0)
+    pair.until(lambda: pair.sink.ready)
+    for _ in range(20):
+        pair.until(lambda: True)
+        pair.source.step(0.001)
+        pair.sink.step(0.001)
+    sending.send(TABLE, len(PROMPT), nothing)
+    pair.source.step(0.0)
+    holding, released, began = Holding(patience=0.0), list[str](), time.monotonic()
+    sending.abort("the client is gone")
+    assert time.monotonic() - began < 0.5
+    assert sending.state == State.TRANSFERRING
+    request = SimpleNamespace(rid="r")
+    for _ in range(2):  # SGLang releases what it has retired already once more
+        holding.keep(request, sending, lambda: released.append("r"))
+    holding.settle(all_ranks)
+    assert (released, len(holding), request in holding) == ([], 1, True)
+    while not released:
+        assert time.monotonic() - began < 60
+        pair.source.step(0.005)
+        holding.settle(all_ranks)
+    assert (released, len(holding), sending.state) == (["r"], 0, State.FAILED)
+    assert time.monotonic() - began > 0.9
+    assert sum("request r was given up" in record.message for record in caplog.records) == 1
+
+
+def test_a_rank_whose_pages_nobody_reads_waits_for_the_others(pair: Pair) -> None:
+    """Schedulers of all ranks have to allocate alike."""
+    sending, released, holding = Sending(pair.source, TABLES), list[int](), Holding()
+    for n in range(2):
+        holding.keep(SimpleNamespace(rid=str(n)), sending, lambda n=n: released.append(n))  # type: ignore[misc]
+    holding.settle(lambda flags: [not n for n, _ in enumerate(flags)])
+    assert released == [0]
+    holding.settle(all_ranks)
+    assert released == [0, 1]
+
+
 def test_what_nobody_fetches_is_free_at_its_deadline(pair: Pair) -> None:
     sending, _ = begun(pair, deadline=0.05)
     sending.send(TABLE, len(PROMPT), nothing)
@@ -241,7 +292,7 @@ def test_a_state_that_sglang_does_not_name_fails_its_request(side: str, pair: Pa
 
 
 def test_it_uses_the_front_door_alone() -> None:
-    doors = {"kvproto", "kvproto.errors", "kvproto.events", "kvproto.tiers"}
+    doors = {"kvproto", "kvproto.errors", "kvproto.events", "kvproto.probes", "kvproto.tiers"}
     for path in Path(kvproto_sglang.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = node.module if isinstance(node, ast.ImportFrom) else ""

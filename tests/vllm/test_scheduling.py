@@ -21,8 +21,8 @@ TABLES = {"a": ([7, 3, 5, 1],)}
 PREFILL = {"do_remote_decode": True}
 
 
-def scheduling(states: bool = False) -> Scheduling:
-    return Scheduling(Settings(name="me", deadline=30), 2, True, True, states=states)
+def scheduling(states: bool = False, **more: Any) -> Scheduling:
+    return Scheduling(Settings(name="me", deadline=30), 2, True, True, states=states, **more)
 
 
 def request(params: Any, name: str = "a", tokens: Any = TOKENS) -> Any:
@@ -125,7 +125,7 @@ def test_after_preemption_a_ticket_that_nobody_has_is_replaced() -> None:
     before = step(made, new=[("a", 0)], computes=64).requests["a"][0]
     orders = step(made, preempted={"a"})
     after = orders.requests["a"][0]
-    assert orders.preempted == ["a"]
+    assert list(orders.preempted.values()) == ["a"]
     assert after != before
     assert step(made, cached=[("a", 0)], computes=100).computed[0].last
     params = made.finished(asked)[1]
@@ -145,7 +145,101 @@ def test_after_preemption_a_ticket_that_somebody_has_is_lost() -> None:
 def test_preemption_before_anything_was_computed_costs_nothing() -> None:
     made = scheduling()
     made.arrived(request(PREFILL))
-    assert step(made, preempted={"a"}).preempted == []
+    assert step(made, preempted={"a"}).preempted == {}
+
+
+class _Blocks:
+    """What vLLM calls a block pool, as far as a connector counts references."""
+
+    def __init__(self, count: int = 10) -> None:
+        self.blocks = [SimpleNamespace(block_id=n, ref_cnt=0, is_null=not n) for n in range(count)]
+
+    def touch(self, blocks: Any) -> None:
+        for each in blocks:
+            assert not each.is_null
+            each.ref_cnt += 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        for each in blocks:
+            each.ref_cnt -= 1
+
+    @property
+    def used(self) -> list[int]:
+        return [each.block_id for each in self.blocks if each.ref_cnt]
+
+
+def holding(params: Any, early: bool = True, workers: int = 2) -> tuple[Scheduling, Any, _Blocks]:
+    """A scheduler of an engine of some workers, its pool, and a request that it has computed all of."""
+    made, pool, asked = scheduling(early=early, workers=workers), _Blocks(), request(params)
+    made.holds.bind(pool)
+    made.arrived(asked)
+    pool.touch([pool.blocks[n] for n in TABLES["a"][0]])  # those of vLLM's own request
+    return made, asked, pool
+
+
+OTHERS = PREFILL | {"ticket": write_ticket(new_ticket("me", 2))}
+
+
+def preempt(pool: _Blocks) -> None:
+    """As vLLM does in a step, before the connector hears of it."""
+    pool.free_blocks([pool.blocks[n] for n in TABLES["a"][0]])
+
+
+def test_blocks_of_a_preempted_request_are_reused_when_no_worker_has_a_reader() -> None:
+    made, _, pool = holding(OTHERS)
+    step(made, new=[("a", 0)], computes=64)
+    assert not made.holds.pending
+    preempt(pool)
+    assert made.holds.pending  # vLLM waits for a step, and preempts no other request for blocks that are on their way
+    (number,) = step(made, preempted={"a"}).preempted
+    assert pool.used == [1, 3, 5, 7]
+    made.holds.told({number: 1}, {})
+    assert pool.used == [1, 3, 5, 7]
+    made.holds.told({number: 1}, {})
+    assert pool.used == []
+    assert not made.holds.pending
+
+
+def test_blocks_that_stay_in_use_keep_no_other_request_waiting() -> None:
+    made, _, pool = holding(OTHERS)
+    step(made, new=[("a", 0)], computes=64)
+    preempt(pool)
+    (number,) = step(made, preempted={"a"}).preempted
+    made.holds.told({}, {number: 1})
+    assert not made.holds.pending
+    assert pool.used == [1, 3, 5, 7]
+    made.holds.told({number: 2}, {})
+    assert pool.used == []
+
+
+def test_blocks_of_a_request_that_is_over_are_held_until_it_is_sent() -> None:
+    """Also those that a sliding window has left since."""
+    made, asked, pool = holding(PREFILL)
+    step(made, new=[("a", 0)], computes=100)
+    made.finished(asked)
+    preempt(pool)
+    assert pool.used == [1, 3, 5, 7]
+    made.holds.sent({"a", "another"})
+    assert pool.used == []
+
+
+def test_what_nobody_can_read_yet_is_not_held() -> None:
+    """Its ticket is of this engine's making, and has gone to nobody."""
+    made, _, pool = holding(PREFILL)
+    step(made, new=[("a", 0)], computes=64)
+    preempt(pool)
+    assert pool.used == []
+    assert step(made, preempted={"a"}).preempted
+
+
+def test_a_release_that_does_not_wait_for_blocks_hands_over_at_the_end() -> None:
+    """It would preempt all requests in a step for blocks that are held."""
+    made, _, pool = holding(OTHERS, early=False)
+    assert step(made, new=[("a", 0)], computes=64).computed == []
+    preempt(pool)
+    assert pool.used == []
+    pool.touch([pool.blocks[n] for n in TABLES["a"][0]])
+    assert [each.last for each in step(made, cached=[("a", 64)], computes=36).computed] == [True]
 
 
 def test_a_prefill_that_is_aborted_fails_for_whoever_waits() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import socket
 import tokenize
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 
 import kvproto_sglang
 import kvproto_vllm
-from kvproto import Cache, DType, LocalError, Parallel, Pool, Seed, lay_out
+from kvproto import Cache, DType, LocalError, Parallel, Pool, Seed, Source, lay_out
 from kvproto.cli.main import main
 from kvproto_engines import described
+from kvproto_engines.settings import of_replica, probes_of
 from kvproto_vllm.releases import check_release
 from kvproto_vllm.settings import Settings
 from tests.commands import Ran
@@ -34,6 +36,33 @@ def test_sources_are_addresses_seeds_replicas_or_a_file(tmp_path: Path) -> None:
     assert read == {("p", 0): Seed("ipc:///a")}
 
 
+def test_ranks_listen_and_are_reached_at_addresses_of_their_own() -> None:
+    given = {
+        "listen": {"0": "tcp://0.0.0.0:7100", "1": "tcp://0.0.0.0:7101"},
+        "advertise": "tcp://p-{replica}:710{rank}",
+    }
+    made = Settings.read(given, "p", True, False)
+    assert of_replica(made.listen, 3) == {0: "tcp://0.0.0.0:7100", 1: "tcp://0.0.0.0:7101"}
+    assert of_replica(made.advertise, 3) == "tcp://p-3:710{rank}"
+    assert of_replica({0: "tcp://p-{replica}:1"}, 3) == {0: "tcp://p-3:1"}
+
+
+def test_each_rank_answers_probes_at_a_port_of_its_own(tmp_path: Path) -> None:
+    place = Settings.read(LISTEN | {"probes": "127.0.0.1:7000"}, "p", True, False).probes
+    assert probes_of(None, 0) is None
+    geometry = lay_out([Cache.gqa("kv", 1, kv_heads=2, head_dim=8, page=16, dtype=DType.F32)], Parallel(tp=2), 3)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        taken.listen()
+        with (
+            Source("p", Pool.allocate(geometry, 4, rank=1), f"ipc://{tmp_path}/p-{{rank}}") as source,
+            pytest.raises(LocalError, match=rf"probes: .*127\.0\.0\.1:{port}: .*in use"),
+        ):
+            probes_of(f"127.0.0.1:{port - 3 * 256 - 1}", 3, source)
+    assert place == "127.0.0.1:7000"
+
+
 def test_options_are_those_of_kvproto() -> None:
     assert Settings.read(LISTEN | {"options": {"verify": "pages"}}, "p", True, False).options.verify == "pages"
 
@@ -42,6 +71,12 @@ def test_options_are_those_of_kvproto() -> None:
     ("given", "roles", "says"),
     [
         ({}, (True, False), "listen"),
+        ({"listen": {}}, (True, False), "listen"),
+        ({"listen": {"first": "ipc:///a"}}, (True, False), "listen"),
+        ({"listen": {"0": 7}}, (True, False), "listen"),
+        (LISTEN | {"advertise": 7}, (True, False), "advertise"),
+        (LISTEN | {"probes": 9400}, (True, False), "probes"),
+        (LISTEN | {"probes": "all"}, (True, False), "probes"),
         ({}, (False, True), "sources"),
         (LISTEN, (True, True), "sources"),
         (LISTEN | {"lisden": 1}, (True, False), "lisden"),

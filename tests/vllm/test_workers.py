@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import kvproto_vllm
-from kvproto import Prompt, Sink, Source, Ticket, new_ticket
+from kvproto import Options, Prompt, Sink, Source, Ticket, new_ticket
 from kvproto_engines import told
 from kvproto_engines.loading import Loading
 from kvproto_engines.orders import Computed, Load, Orders, Table
-from kvproto_engines.sending import Sending
+from kvproto_engines.sending import Sending, Unread
 from tests.door.doors import PAGE, PROMPT, STEPPED, filled, rows
 
 TABLE, PAGES = [3, 1, 2], [5, 6, 7]
@@ -29,11 +29,13 @@ _ALL = Table(0)
 class Pair:
     """A prefill and a decode worker, without threads."""
 
-    def __init__(self, folder: Path, table: Table = _ALL, whole: bool = True) -> None:
+    def __init__(
+        self, folder: Path, table: Table = _ALL, whole: bool = True, options: Options = STEPPED, patience: float = 10
+    ) -> None:
         place = f"ipc://{folder}/p"
         self.pools = filled(), filled()
-        self.sending = Sending(Source("p", self.pools[0], place, STEPPED), {"kv": table}, LOGGER)
-        self.sink = Sink("d", self.pools[1], {"p": place}, STEPPED)
+        self.sending = Sending(Source("p", self.pools[0], place, options), {"kv": table}, LOGGER, patience)
+        self.sink = Sink("d", self.pools[1], {"p": place}, options)
         self.loading = Loading(self.sink, {"kv": table}, LOGGER, whole)
         self.freed: set[str] = set()
         self.done: set[str] = set()
@@ -180,8 +182,9 @@ def test_blocks_of_a_preempted_request_are_given_up_before_they_are_reused(pair:
     pair.turn(first, Orders(loads=[load(ticket)]))
     for _ in range(20):
         pair.turn()
-    pair.sending.preempt(Orders(preempted=["a"]))
+    pair.sending.preempt(Orders(preempted={1: "a"}))
     pair.until(lambda: pair.failed)
+    assert pair.sending.unread().free == {1: 1}
     other = [9, 8, 7]
     pair.turn(
         Orders(requests={"a": (again, PROMPT)}, computed=[Computed("a", len(PROMPT), (other,), True)], held=["a"])
@@ -189,6 +192,38 @@ def test_blocks_of_a_preempted_request_are_given_up_before_they_are_reused(pair:
     pair.turn(load=Orders(loads=[load(again, pages=[1, 2, 3])]))
     pair.until(lambda: pair.freed)
     assert (rows(pair.pools[0], other, 0, LAST) == rows(pair.pools[1], [1, 2, 3], 0, LAST)).all()
+
+
+def test_a_preempted_request_waits_for_nobody_and_keeps_its_blocks_until_no_sink_reads_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sink is silent, and may read until its lease is over."""
+    pair, ticket = Pair(tmp_path, options=Options(thread=False, pull=True, lease=1.0), patience=0.0), new_ticket("p")
+    pair.turn(Orders(requests={"a": (ticket, PROMPT)}), Orders(loads=[load(ticket)]))
+    pair.until(lambda: pair.sink.ready)
+    for _ in range(20):
+        pair.turn()
+    pair.sending.computed(Orders(computed=[last()]))
+    pair.sending.source.step(0.0)
+    began = time.monotonic()
+    pair.sending.preempt(Orders(preempted={1: "a"}))
+    assert time.monotonic() - began < 0.5
+    assert pair.sending.unread() == Unread({}, {1: 1})
+    assert pair.sending.unread() == Unread({}, {})  # which is said once
+    free: dict[int, int] = {}
+    while not free:
+        assert time.monotonic() - began < 60
+        pair.sending.source.step(0.005)
+        free = pair.sending.unread().free
+    assert free == {1: 1}
+    assert time.monotonic() - began > 0.9
+    assert sum("may still be read" in record.message for record in caplog.records) == 1
+    pair.close()
+
+
+def test_what_was_preempted_before_it_was_known_is_read_by_nobody(pair: Pair) -> None:
+    pair.sending.preempt(Orders(preempted={7: "never"}))
+    assert pair.sending.unread() == Unread({7: 1}, {})
 
 
 def test_an_aborted_fetch_is_over_and_its_blocks_may_be_used_again(
@@ -252,7 +287,7 @@ def test_a_rank_without_part_in_a_transfer_frees_its_blocks(pair: Pair) -> None:
 
 
 def test_only_the_front_door_is_used() -> None:
-    allowed = {"kvproto", "kvproto.events", "kvproto.errors", "kvproto.tiers"}
+    allowed = {"kvproto", "kvproto.events", "kvproto.errors", "kvproto.probes", "kvproto.tiers"}
     for path in Path(kvproto_vllm.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -91,11 +91,12 @@ class Sink(Peer):
         }  # fmt: skip
 
     def greet(self, **changes: Any) -> Frame:
-        """Hello to Welcome."""
+        """Hello to Welcome, which the `clause` asks for."""
+        clause = changes.pop("clause", "KVP-NEG-CHOOSE")
         said = self.hello() | changes
         sent = self.send("Hello", **said)
         id = sent.fields["request"]
-        found = self.expect("Welcome", where=lambda f: f["request"] == id, again=sent, clause="KVP-NEG-CHOOSE")
+        found = self.expect("Welcome", where=lambda f: f["request"] == id, again=sent, clause=clause)
         self.session, self.source_rank = found.fields["session"], int(found.fields["rank"])
         self.place = said["engine"], int(said["replica"]), int(said["rank"])
         self.peer_place = found.fields["engine"], int(found.fields["replica"]), self.source_rank

@@ -1,7 +1,7 @@
 /* Sessions of a source, over ZeroMQ: Hello to Description, and Goodbye; from session.md, negotiation.md and zeromq.md. Included by mapping.c. */
 #include "peer.c"
 
-enum { MAX_TRANSFERS = 64, MAX_SESSIONS = 4096, MAX_ENGINE_SESSIONS = 1024, REMEMBERED = 8192, MET = 1 << 17 };
+enum { MAX_TRANSFERS = 64, MAX_SESSIONS = 4096, MAX_ENGINE_SESSIONS = 1024, REMEMBERED = 8192 };
 static const uint64_t MAX_CREDIT = 4194304, MAX_DATA = 262144;
 
 typedef struct { uint64_t id, length; uint8_t *bytes; } Mapped; /* a region of the sink's memory */
@@ -15,11 +15,9 @@ typedef struct Sink { /* one rank of an engine, and what it has been told */
     size_t region_count;
     Transfer *transfers;
 } Sink;
-typedef struct { char *engine; uint64_t replica, rank, incarnation; } Met;
 static Session *sessions; /* the youngest first */
 static struct { uint64_t id; bool superseded; } ended[REMEMBERED];
 static size_t ended_count;
-static Met *met; /* the greatest incarnation of each rank that has said Hello: a hash table, in which late ranks take the places of early ones */
 static void *door;
 static char *listening;
 static bool draining;
@@ -77,21 +75,11 @@ static bool same_route(const Session *session, const char *route, size_t size) {
 static bool same_rank(const Session *session, const char *engine, uint64_t replica, uint64_t rank) {
     return session->sink->replica == replica && session->rank == rank && !strcmp(session->sink->engine, engine);
 }
-static Met *met_before(const char *engine, uint64_t replica, uint64_t rank) {
-    uint64_t hash = replica * 31 + rank;
-    for (const char *c = engine; *c; c++) hash = (hash ^ (uint8_t)*c) * 0x100000001b3;
-    hash = hash * 0x9e3779b97f4a7c15 >> 40;
-    Met *place = &met[hash % MET];
-    for (size_t i = 0; i < 64; i++) { /* its own place, or the next that is free */
-        Met *each = &met[(hash + i) % MET];
-        if (each->engine && (each->replica != replica || each->rank != rank || strcmp(each->engine, engine))) continue;
-        place = each;
-        break;
-    }
-    if (place->engine && place->replica == replica && place->rank == rank && !strcmp(place->engine, engine)) return place;
-    free(place->engine);
-    *place = (Met){copy_of(engine, strlen(engine)), replica, rank, 0};
-    return place;
+static uint64_t open_run(const char *engine, uint64_t replica, uint64_t rank) { /* the greatest incarnation of a rank that has a session */
+    uint64_t greatest = 0;
+    for (Session *each = sessions; each; each = each->next)
+        if (same_rank(each, engine, replica, rank) && each->sink->incarnation > greatest) greatest = each->sink->incarnation;
+    return greatest;
 }
 static bool make_room(const char *engine) { /* by the end of the oldest session that has no Description, of this engine or of any; false where there is none */
     size_t count = 0;
@@ -164,11 +152,11 @@ static void hello(const char *route, size_t size, const Node *map) {
     if (held && (!same_rank(held, engine, replica, rank) || held->sink->incarnation != incarnation || held->sink->features != features)) held = NULL;
     if (held && request < held->sink->hello) return; /* KVP-SES-LATE */
     if (draining && !held) deny("DRAINING", "", "going away", "a new session");
-    Met *run = met_before(engine, replica, rank);
+    uint64_t run = open_run(engine, replica, rank);
     static char mine[32], yours[32];
-    snprintf(mine, sizeof mine, "%llu", (unsigned long long)run->incarnation);
+    snprintf(mine, sizeof mine, "%llu", (unsigned long long)run);
     snprintf(yours, sizeof yours, "%llu", (unsigned long long)incarnation);
-    if (incarnation < run->incarnation) deny("SUPERSEDED", "incarnation", mine, yours);
+    if (incarnation < run) deny("SUPERSEDED", "incarnation", mine, yours);
     if (held) {
         bool again = request == held->sink->hello && same_route(held, route, size);
         memcpy(held->sink->route, route, size);
@@ -180,12 +168,11 @@ static void hello(const char *route, size_t size, const Node *map) {
         return;
     }
     if (!make_room(engine) || !make_room(NULL)) deny("BUSY", "", "as many sessions as there may be", "one more");
-    if (incarnation > run->incarnation)
+    if (incarnation > run)
         for (Session *each = sessions, *next; each; each = next) {
             next = each->next;
             if (same_rank(each, engine, replica, rank)) end_session(each, NULL, true);
         }
-    run->incarnation = incarnation;
     Session *session = calloc(1, sizeof *session);
     Sink *sink = calloc(1, sizeof *sink);
     if (!session || !sink) abort();

@@ -222,8 +222,6 @@ static void open_source(const Json *question) {
     zmq_setsockopt(door, ZMQ_SNDHWM, &(int){2048}, sizeof(int));
     zmq_setsockopt(door, ZMQ_HANDSHAKE_IVL, &(int){5000}, sizeof(int));
     listening = address;
-    met = calloc(MET, sizeof *met);
-    if (!met) abort();
     if (zmq_bind(door, address)) deny("INTERNAL", "listen", "an address to listen at", "one that is taken");
 }
 static Prompt *prompt_named(const Json *id) {
@@ -368,8 +366,6 @@ static void free_all(void) {
         free(each->id);
         free(each);
     }
-    for (size_t i = 0; met && i < MET; i++) free(met[i].engine);
-    free(met);
     free(listening);
     free_engine();
 }

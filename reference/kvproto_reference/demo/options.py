@@ -59,6 +59,8 @@ class EngineOptions:
     """Private directory of the control socket, and of the ipc addresses."""
     address: str
     """Address of the prefill engine, from which `rank_address` derives those of its ranks."""
+    advertise: str | None
+    """Address at which decode reaches the prefill engine, if not at `address`."""
     target: Path
     draft: Path | None
     dtype: str
@@ -112,6 +114,8 @@ class EngineOptions:
     images: bool = False
     """Whether an encoder engine in the folder makes rows of images, for prefill."""
     feed: bool = False
+    probes: str | None = None
+    """HOST:PORT at which the process of rank 0 answers probes."""
     """Whether `kvproto top` and `kvproto tail` may look on, at feed-NAME-REPLICA-RANK in the folder."""
     quiet: bool = False
     """Whether to print nothing about sources that come and go, which the router reports."""
@@ -217,6 +221,7 @@ class EngineOptions:
             cold_draft=self.cold_draft is not None,
             insecure=self.insecure,
             keys=self.keys,
+            metrics=self.probes is not None,
             feed=self.folder / f"feed-{self.name}-{self.replica}-{{rank}}" if self.feed else None,
         )
         return options if self.part is None else attrs.evolve(options, part_bytes=self.part)
@@ -262,6 +267,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         page_size=args.page_size,
         window_pages=args.window_pages,
         address=_address(args),
+        advertise=getattr(args, "advertise", None),
         target=checkpoint_folder("target", args.target),
         draft=draft_folder(args.draft, args.speculate, args.target),
         dtype=args.dtype,
@@ -280,6 +286,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         captured=vars(args).get("captured", False),
         costs=args.costs and load(args.costs),
         feed=args.feed,
+        probes=args.probes,
         adapters=adapters_of(dict(args.adapter)),
         images=vars(args).get("images", False),
         quiet=vars(args).get("quiet", False),
@@ -314,12 +321,8 @@ def _parser(role: str) -> argparse.ArgumentParser:
     add("--replica", type=int, default=0, help="which data-parallel replica this is, from 0 (default 0)")
     add_dcp(parser)
     add_models(parser)
-    add(
-        "--prefill",
-        default=None,
-        metavar="ADDRESS",
-        help="where rank 0 of the prefill engine listens (default: ipc in DIR)",
-    )
+    place = "where rank 0 of the prefill engine listens (default: ipc in DIR)"
+    add("--prefill", default=None, metavar="ADDRESS", help=place)
     add("--keys", type=Path, metavar="DIR", help="folder with this engine's keys, made by `kvproto keygen`; for TCP")
     add("--insecure", action="store_true", help="allow TCP without keys")
     add("--pages", type=int, default=160, help="pages in each pool (default 160)")
@@ -348,9 +351,12 @@ def _parser(role: str) -> argparse.ArgumentParser:
     drain = "seconds after SIGTERM in which requests under way may finish; 0: end at once (default 30)"
     add("--drain-for", type=float, default=30.0, metavar="SECONDS", help=drain)
     add("--feed", action="store_true", help="open feeds for `kvproto top DIR/feed-*` and `kvproto tail`")
+    add("--probes", metavar="HOST:PORT", help="answer /ready, /live, /metrics and /drain here, by HTTP (rank 0)")
     add("--costs", type=Path, metavar="FILE", help="results of `kvproto probe`, which say what runs are long")
     add("--name", default=role, help=f"name of this engine (default {role})")
     if role == "prefill":
+        place = "where decode reaches rank 0, if not at --prefill: behind NAT, or if that is a wildcard"
+        add("--advertise", metavar="ADDRESS", help=place)
         add(
             "--images", action="store_true", help="take prompts with images, whose rows come from kvproto-encode in DIR"
         )
@@ -584,6 +590,6 @@ def rank_address(address: str, replica: int, rank: int) -> str:
     if address.startswith("tcp://"):
         host, _, port = address.rpartition(":")
         if not port.isdigit() or not 0 < (moved := int(port) + PORTS * replica + rank) < 65536:
-            raise EngineError(f"--prefill must be an ipc address or tcp://HOST:PORT, not {address}")
+            raise EngineError(f"--prefill and --advertise are ipc addresses or tcp://HOST:PORT, not {address}")
         return f"{host}:{moved}"
     return f"{address}-{replica}-{rank}"

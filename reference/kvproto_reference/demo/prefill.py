@@ -49,9 +49,11 @@ class PrefillProcess(EngineProcess):
 
     def __init__(self, options: EngineOptions, world: World) -> None:
         super().__init__(options, world)
-        listen = {rank: rank_address(options.address, options.replica, rank) for rank in range(self.ranks)}
+        listen = self._places(options.address)
+        outside = None if options.advertise is None else self._places(options.advertise)
         self.doors = self.sources = {
-            rank: Source(options.name, pool, listen, options.kvproto()) for rank, pool in self.pools.items()
+            rank: Source(options.name, pool, listen, options.kvproto(), advertise=outside)
+            for rank, pool in self.pools.items()
         }
         if self.kept is not None:
             for rank, tiers in self.kept.tiers.items():
@@ -64,6 +66,9 @@ class PrefillProcess(EngineProcess):
         self._jobs: dict[str, Job] = {}
         self._ids: dict[Request, str] = {}
         self._of: dict[TokenSequence, Job] = {}
+
+    def _places(self, address: str) -> dict[int, str]:
+        return {rank: rank_address(address, self.options.replica, rank) for rank in range(self.ranks)}
 
     @property
     def busy(self) -> bool:

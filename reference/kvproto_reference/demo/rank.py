@@ -13,6 +13,7 @@ import torch
 
 from kvproto import Pool, Sink, Source
 from kvproto.events import Event, PoolFree, ProtocolError
+from kvproto.probes import Probes
 
 from ..adapters import chosen
 from ..cache import PageAllocator
@@ -142,6 +143,8 @@ class EngineProcess:
         """Serve until stopped, drained or unable to go on; returns the exit status."""
         if 0 in self.pools:
             self._control = Control(self.options.folder, f"{role}-{self.options.replica}")
+        doors = self.doors.values()
+        probes = Probes(self.options.probes, *doors) if self.options.probes and 0 in self.pools else None
         signal.signal(signal.SIGTERM, self._terminated)
         signal.signal(signal.SIGUSR1, self._put_to_sleep)
         gc.freeze()  # or steps of many requests would have the collector look through all of torch, for 0.1 s
@@ -151,7 +154,9 @@ class EngineProcess:
                 if self._rest():
                     self._turn()
         finally:
-            for door in self.doors.values():
+            if probes is not None:
+                probes.close()
+            for door in doors:
                 door.close("stopped" if self.status == 0 else "ended by an error")
             if self.rows is not None:
                 self.rows.close("stopped" if self.status == 0 else "ended by an error")

@@ -14,7 +14,7 @@ from kvproto_conformance.live.wire import Dealer
 
 _PAGES = "Pages are used again while somebody still writes them: one request reads the cache of another."
 _TWICE = "One ticket is fetched twice, and the second time from pages of another request."
-_LATER = "A process that was thought dead takes the place of its successor."
+_LATER = "A run takes the place of its successor, or is kept out by one that is gone and whose clock was ahead."
 _APART = 1 << 32
 """The least distance of two session ids that are drawn at random: nearer ones come once in 10^8 runs."""
 
@@ -52,15 +52,20 @@ def _replica(run: PrefillRun) -> None:
     run.untouched(second)
 
 
-@scenario("LIVE-174", "an earlier run of a rank comes after the later one has said Goodbye", "KVP-SES-SUPERSEDE",
-          guards=_LATER)  # fmt: skip
+@scenario("LIVE-174", "an earlier run of a rank comes when the later one is open, and when it has said Goodbye",
+          "KVP-SES-SUPERSEDE", guards=_LATER)  # fmt: skip
 def _gone(run: PrefillRun) -> None:
     later = run.ready()
-    later.goodbye()
     ghost = run.sink(name=later.name)
     ghost.incarnation = later.incarnation - (1 << 30)
     sent = ghost.send("Hello", **ghost.hello())
-    run.refused(ghost, sent.fields["request"], "Refused", "SUPERSEDED", None, "KVP-SES-SUPERSEDE")
+    run.refused(ghost, sent.fields["request"], "Refused", "SUPERSEDED", "incarnation", "KVP-SES-SUPERSEDE")
+    later.goodbye()
+    survivor = run.sink(name=later.name)
+    survivor.incarnation = ghost.incarnation
+    survivor.ready(clause="KVP-SES-SUPERSEDE")
+    run.keep(survivor)
+    run.hand_over(survivor)
 
 
 @scenario("LIVE-175", "a second Transfer of the oldest sequence, which an Abort has ended", "KVP-TRN-STALE",
