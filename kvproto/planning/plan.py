@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.planning.arrays import IntArray, distinct_rows, repeated_index, stretch_bounds
-from kvproto.planning.compare import check_facts, differences, left_behind, missing, name_of
+from kvproto.planning.compare import check_facts, check_scales, differences, left_behind, missing, name_of
 from kvproto.planning.conversion import converted
 from kvproto.planning.cutting import (
     Cutter,
@@ -263,6 +263,7 @@ def _cut(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals, cold: Colle
             if not sources:
                 raise missing(dst, part, layers[0][0], names[dst.model])
             cutter.pair(sources[0].group, dst, index)
+            check_scales(sources[0].group, dst, index, layers)
             opaque = dst.parts[index].encoding
             alike = opaque_families(sources, sinks, part) if opaque else [(sources, sinks)]
             families += [(family, layers) for family in alike]
