@@ -233,12 +233,21 @@ def missing(group: Group, part: str, layer: int, known: Collection[str]) -> Plan
     return PlanError(ErrorCode.PART_MISSING, path, mine, f"{part} of model {group.model}", advice)
 
 
-def left_behind(group: Group, part: str, lost: Mapping[str, int]) -> PlanError:
-    """The error for a part that the sink takes without others of its layers (KVP-PLAN-LEFT); `lost`: their layers."""
+def left_behind(group: Group, part: str, lost: Mapping[str, int], taken: Collection[str]) -> PlanError:
+    """The error for a part that the sink takes without others of its layers (KVP-PLAN-LEFT); `lost`: their layers.
+
+    `taken` are the names of all parts that the sink takes of that model.
+    """
     names, layer = ", ".join(sorted(lost)), min(lost.values())
     mine, yours = f"{names} beside {part} in layer {layer}", f"{part} without {names}"
     advice = "parts of a layer mean nothing without each other: take them too"
-    advice += f"; a sink that does not need them says so: lay_out(..., without={sorted(lost)!r})"
+    if needed := [name for name in sorted(lost) if scaled_by(name) in {*map(name_of, taken)}]:
+        advice = f"values mean nothing without their scales: take {', '.join(needed)} too, or state one conversion"
+        advice += " on both sides, if one of them has no scales (Cache.converts)"
+    elif shares := [name for name in sorted(lost) if SHARE_OF.get(name_of(name)) in {*map(name_of, taken)}]:
+        advice = f"a part means nothing without its share: take {', '.join(shares)} too"
+    else:
+        advice += f"; a sink that does not need them says so: lay_out(..., without={sorted(lost)!r})"
     return PlanError(ErrorCode.PART_MISSING, f"groups[{group.name}].parts[{part}]", mine, yours, advice)
 
 

@@ -286,7 +286,7 @@ def _check_left(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals) -> N
             taken = _in_memory(i for i in want.get((dst.model, part), ()) if i.group.id == dst.id)
             both = {name: taken & layers for (model, name), layers in left.items() if model == dst.model}
             if lost := {name: min(layers) for name, layers in both.items() if layers}:
-                raise left_behind(dst, part, lost)
+                raise left_behind(dst, part, lost, [name for model, name in want if model == dst.model])
 
 
 def _in_memory(owned: Iterable[OwnedInterval]) -> set[int]:
