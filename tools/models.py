@@ -2,7 +2,8 @@
 
 Every causal type of the installed transformers is built with the defaults of its config, on the meta device, which
 allocates nothing, and reads eight tokens; so is every file of examples/configs that transformers can load, as
-`save_pretrained` writes it. The cache that it then has says how many elements each layer holds for a token and for a
+`save_pretrained` writes it, which leaves out what is a default: without any field, `describe` says the same of a type,
+or refuses it. The cache that it then has says how many elements each layer holds for a token and for a
 request. `describe` has to say the same of the same config, or refuse it by name. A type that it describes otherwise is
 a fault, and so is one that it accepts although nothing can be compared, unless models.toml has it with its reason.
 """
@@ -188,6 +189,8 @@ def judged(case: tuple[str, str]) -> Verdict:
         mine = stated(text)
     except KvprotoError as error:
         return Verdict(name, "refused", _short(error))
+    if kind == "type" and (field := guessed(name, text, mine)):
+        return Verdict(name, "DIFFERS", f"{field} is guessed where it is left out: the class has another default")
     try:
         if config is None:
             return Verdict(name, "not compared", "transformers does not load it")
@@ -195,6 +198,22 @@ def judged(case: tuple[str, str]) -> Verdict:
     except Exception as error:
         return Verdict(name, "not compared", _short(error))
     return compared(name, mine, theirs)
+
+
+def guessed(name: str, text: Mapping[str, Any], mine: Held) -> str | None:
+    """A field without which `describe` says something else of a type's defaults, instead of the same or nothing."""
+    outer = dict(text)
+    inner = outer.get("text_config")
+    for field in {**outer, **(inner or {})}.keys() - {"model_type", "text_config", *WITH.get(name, {})}:
+        left = {key: value for key, value in outer.items() if key != field}
+        if inner:
+            left["text_config"] = {key: value for key, value in inner.items() if key != field}
+        try:
+            if stated(left) != mine:
+                return field
+        except KvprotoError:
+            continue
+    return None
 
 
 def compared(name: str, mine: Held, theirs: Held) -> Verdict:

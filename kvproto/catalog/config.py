@@ -1,9 +1,10 @@
 """Caches of a model's layers, according to its Hugging Face config.json; there are many ways to state them."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kvproto.catalog.types import OWN_DEFAULTS, TYPES
 from kvproto.errors import U32, bad
 
 Config = Mapping[str, Any]
@@ -49,7 +50,8 @@ BESIDE = frozenset((
     "cache_implementation", "chunk_size", "cla_share_factor", "compress_rope_theta", "conv_L_cache", "conv_bias",
     "conv_dim_out", "conv_use_xavier_init", "decoder_sparse_step", "full_attn_idxs", "global_attn_every_n_layers",
     "global_rope_theta", "head_dim", "hidden_size_per_layer_input", "index_block_size", "index_local_blocks",
-    "index_n_heads", "index_topk", "index_topk_blocks", "linear_allow_neg_eigval", "linear_attn_alpha_factor",
+    "index_n_heads", "index_topk", "index_topk_blocks", "indexer_rope_interleave", "linear_allow_neg_eigval",
+    "linear_attn_alpha_factor",
     "kda_safe_gate", "linear_attn_beta_factor", "local_rope_theta",
     "mamba_chunk_size", "mamba_conv_bias", "mamba_dt_rank", "mamba_expand", "mamba_hidden_act",
     "mamba_inner_layernorms", "mamba_norm_before_gate", "mamba_proj_bias", "mamba_rms_norm", "mamba_ssm_cache_dtype",
@@ -78,6 +80,35 @@ _RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 """Tokens of a compressed row, by the kind of layer of DeepSeek V4, unless `compress_rates` has others."""
 
 
+_PER_LAYER: tuple[tuple[tuple[str, ...], tuple[object, ...] | None], ...] = (
+    (("layer_types",), None),
+    (("attn_type_list",), (0, 1)),
+    (("hybrid_layer_pattern",), (0, 1)),
+    (("no_rope_layers",), (0, 1)),
+    (("indexer_types",), ("full", "shared")),
+    (("index_topk_pattern",), ("F", "S", "full", "shared")),
+    (("sparse_attention_config", "sparse_attention_freq"), (0, 1)),
+)
+"""Lists with an element for each layer, and the values that are known; None: those of the kinds of layers."""
+
+
+def _check_lists(config: Config, count: int) -> None:
+    """Raise LocalError(OUT_OF_RANGE) for a list of another length than the layers, or with other values."""
+    stated = dict(config)  # what is checked has not been read
+    for path, known in _PER_LAYER:
+        *outer, name = path
+        held = (stated.get(outer[0]) or {}) if outer else stated
+        if (listed := held.get(name)) is None or (name == "no_rope_layers" and not listed):
+            continue
+        at = ".".join(("config", *path))
+        if not isinstance(listed, str | list | tuple) or len(listed) != count:
+            yours = f"{len(listed)} of them" if isinstance(listed, str | list | tuple) else repr(listed)
+            raise bad(at, f"a list of {count}, as many as num_hidden_layers", yours)
+        for value in listed if known else ():
+            if not any(value == word and type(value) is type(word) for word in known or ()):
+                raise bad(at, f"of each layer one of {', '.join(map(str, known or ()))}", repr(value))
+
+
 def check_layers(count: int) -> None:
     """Raise LocalError(OUT_OF_RANGE) for more layers than any model has, before they are listed."""
     if count > MOST_LAYERS:
@@ -98,6 +129,7 @@ def layer_kinds(config: Config, count: int) -> list[str]:
     coded = CODED.get(str(config.get("model_type")))
     if coded and not config.get(coded) and not listed:
         raise bad("config.model_type", "one whose fields say what its caches are", config["model_type"])
+    _check_lists(config, count)
     kinds = _stated_kinds(config, count)
     if len(kinds) != count:
         raise bad("config.num_hidden_layers", f"{len(kinds)}, as many as the layers that are listed", count)
@@ -178,40 +210,64 @@ def _turns(name: str, kinds: Sequence[str], turns: int) -> int:
 def compress_ratios(config: Config, count: int) -> list[int] | None:
     """The tokens behind a compressed row of each layer of DeepSeek V4, 0 without any; None for other models."""
     listed, types = config.get("compress_ratios"), config.get("layer_types") or ()
-    if listed is None and set(types) & _RATES.keys():
-        rates = _RATES | (config.get("compress_rates") or {})
-        listed = [rates.get(kind, 0) for kind in types]
-    if listed is None:
+    rates = _RATES | (config.get("compress_rates") or {})
+    if odd := [kind for kind in rates if rates[kind] not in _RATES.values()]:
+        raise bad(f"config.compress_rates.{odd[0]}", "4 or 128", repr(rates[odd[0]]))
+    saved = [rates.get(kind, 0) for kind in types] if {*types} & _RATES.keys() or listed else None
+    if listed is None and saved is None:
         if config.get("model_type") == "deepseek_v4":
             raise bad("config.compress_ratios", "a list", "absent")
         return None
+    if listed is None:
+        listed = saved or []
     if len(listed) < count or not all(ratio in (0, *_RATES.values()) for ratio in listed):
         raise bad("config.compress_ratios", f"0, 4 or 128 for each of {count} layers", repr(listed))
+    if types and saved != list(listed[:count]):
+        raise bad("config.layer_types", "the kinds of layers that compress_ratios has", "others")
     return list(listed[:count])
 
 
 def index_layers(config: Config, layers: Iterable[int]) -> list[int]:
     """Layers with index keys; the others take the choice of the one before (KVP-GEO-W-SHARED)."""
     if not config.get("kv_lora_rank"):
-        if config.get("model_type") in _CHOOSING and config.get("layer_types"):
-            config.get("index_head_dim")  # of the layers that choose, if one does
-        sparse = (config.get("sparse_attention_config") or {}).get("sparse_attention_freq") or ()
-        if not isinstance(sparse, list | tuple):
-            raise bad("config.sparse_attention_config.sparse_attention_freq", "a list of 0 and 1", repr(sparse))
-        kinds = config.get("layer_types") or ()
-        return [i for i in layers if any(sparse[i : i + 1]) or "minimax_m3_sparse" in kinds[i : i + 1]]
+        return _choosing_layers(config, layers)
     if not config.get("index_head_dim"):
+        if half := [name for name in _OF_INDEX if config.get(name)]:
+            raise bad("config.index_head_dim", f"a number, as {half[0]} is there", "absent")
         return []
     kinds = config.get("layer_types") or ()
     if "indexed_attention" in kinds:
         layers = [i for i in layers if kinds[i] == "indexed_attention"]
     if stated := config.get("indexer_types") or config.get("index_topk_pattern"):
-        return [i for i in layers if stated[i : i + 1] not in (["shared"], "S", ["S"])]
+        return [i for i in layers if stated[i] not in ("shared", "S")]
     if config.get("cli_factor"):
         return [i for i in layers if i % number(config, "cli_factor") == 0]
     every = number(config, "index_topk_freq") if config.get("index_topk_freq") else 1
     first = number(config, "index_skip_topk_offset") if config.get("index_skip_topk_offset") else 2
     return [i for i in layers if max(i - first + 1, 0) % every == 0]
+
+
+_OF_INDEX = ("index_n_heads", "index_topk", "indexer_types", "index_topk_pattern", "index_topk_freq", "cli_factor")
+"""Fields that only a latent with index keys beside it has."""
+
+
+def _choosing_layers(config: Config, layers: Iterable[int]) -> list[int]:
+    """The layers of MiniMax-M3, which has K and V, that have index keys; none of other models."""
+    kinds = config.get("layer_types") or ()
+    saved = [i for i in layers if "minimax_m3_sparse" in kinds[i : i + 1]]
+    if config.get("model_type") in _CHOOSING and kinds:
+        config.get("index_head_dim")  # of the layers that choose, if one does
+    if not (sparse := config.get("sparse_attention_config")):
+        return saved
+    freq = sparse.get("sparse_attention_freq")
+    if freq is None and not saved and sparse.get("use_sparse_attention") is not False:
+        raise bad("config.sparse_attention_config.sparse_attention_freq", "a list of 0 and 1", "absent")
+    chosen = saved if freq is None else [i for i in layers if freq[i]]
+    if chosen and sparse.get("use_sparse_attention") is False:
+        raise bad("config.sparse_attention_config.use_sparse_attention", "true, as layers are sparse", "false")
+    if kinds and chosen != saved:
+        raise bad("config.layer_types", "minimax_m3_sparse where sparse_attention_freq is 1", "another list")
+    return chosen
 
 
 def _shared(config: Config, kinds: list[str], count: int) -> list[str]:
@@ -231,13 +287,27 @@ def _shared(config: Config, kinds: list[str], count: int) -> list[str]:
 
 
 def _stated_kinds(config: Config, count: int) -> list[str]:
-    """The kind of each layer, by the first field that says it."""
+    """The kind of each layer, by the first field that says it; raises LocalError if another list says otherwise."""
+    statements = [*_listed(config, count)]
+    for name, kinds in statements[1:]:
+        if kinds != statements[0][1]:
+            raise bad(f"config.{name}", f"the kinds of layers that {statements[0][0]} has", "others")
+    return statements[0][1] if statements else _implied_kinds(config, count)
+
+
+def _listed(config: Config, count: int) -> Iterator[tuple[str, list[str]]]:
+    """The fields that list layers, each with the kind of each layer."""
     field, layers = config.get, range(count)
     if "swa_num_key_value_heads" in config and (windows := field("hybrid_layer_pattern")):
-        return ["window" if window else "attention" for window in windows]
+        yield "hybrid_layer_pattern", ["window" if window else "attention" for window in windows]
     if letters := field("hybrid_override_pattern"):
-        return [_named(letter, _LETTERS, "hybrid_override_pattern") for letter in letters]
-    if listed := field("layers_block_type") or field("layer_types"):
+        yield (
+            "hybrid_override_pattern",
+            [_named(letter, _LETTERS, "hybrid_override_pattern") for letter in letters],
+        )
+    for name in ("layers_block_type", "layer_types"):
+        if not (listed := field(name)):
+            continue
         like = {
             "linear": any(map(field, _DELTA)),
             "kda": field("linear_attn_config") or field("linear_num_heads"),
@@ -245,13 +315,30 @@ def _stated_kinds(config: Config, count: int) -> list[str]:
         }
         linear = next((kind for kind, stated in like.items() if stated), "lightning")
         indexed = {"indexed_attention": "attention"} if field("model_type") in _INDEXED else {}
-        kinds = [_named(kind, _KINDS | indexed, "layer_types") for kind in listed]
-        return [linear if kind == "linear" else kind for kind in kinds]
+        kinds = [_named(kind, _KINDS | indexed, name) for kind in listed]
+        yield name, [linear if kind == "linear" else kind for kind in kinds]
     for key, rest in _INDICES.items():
         if indices := field(key):
             if beyond := [i for i in indices if i not in layers]:
-                raise bad("config.attn_layer_indices", f"layers of {count}", beyond[0])
-            return ["attention" if i in indices else rest for i in layers]
+                raise bad(f"config.{key}", f"layers of {count}", beyond[0])
+            yield key, ["attention" if i in indices else rest for i in layers]
+    if delta := field("linear_attn_config"):  # counts layers from 1
+        kda, full = delta.get("kda_layers"), delta.get("full_attn_layers")
+        for name, ids in (("kda_layers", kda), ("full_attn_layers", full)):
+            optional = ids is None and name == "full_attn_layers" and field("layer_types")
+            if not optional and not _is_list(lambda layer: _is_whole(layer, 1, count))(ids):
+                raise bad(f"config.linear_attn_config.{name}", f"a list of layers, 1 to {count}", repr(ids)[:80])
+        if full is not None and sorted([*kda, *full]) != [*range(1, count + 1)]:
+            wanted = "each layer that is not in kda_layers, and no other"
+            raise bad("config.linear_attn_config.full_attn_layers", wanted, repr(full)[:80])
+        yield "linear_attn_config.kda_layers", ["kda" if i + 1 in kda else "attention" for i in layers]
+    if types := field("attn_type_list"):
+        yield "attn_type_list", ["attention" if kind == 1 else "lightning" for kind in types]
+
+
+def _implied_kinds(config: Config, count: int) -> list[str]:
+    """The kind of each layer of a model that lists none, by the first field that implies it."""
+    field, layers = config.get, range(count)
     if field("attn_layer_period"):
         period = number(config, "attn_layer_period")
         offset = number(config, "attn_layer_offset") if field("attn_layer_offset") else 0
@@ -264,13 +351,6 @@ def _stated_kinds(config: Config, count: int) -> list[str]:
                 return [_named(interval[i % len(interval)], {"L": rest, "G": "attention"}, key) for i in layers]
             period = number(config, key)
             return ["attention" if i % period == period - 1 else rest for i in layers]
-    if delta := field("linear_attn_config"):  # counts layers from 1
-        kda = delta.get("kda_layers")
-        if not isinstance(kda, list) or not all(_is_whole(layer, 1, count) for layer in kda):
-            raise bad("config.linear_attn_config.kda_layers", f"a list of layers, 1 to {count}", repr(kda))
-        return ["kda" if i + 1 in kda else "attention" for i in layers]
-    if types := field("attn_type_list"):
-        return ["attention" if kind == 1 else "lightning" for kind in types]
     if field("attention_chunk_size"):  # in every layer that rotates positions
         period = number(config, "no_rope_layer_interval") if field("no_rope_layer_interval") else count + 1
         rotated = field("no_rope_layers") or [(i + 1) % period for i in layers]
@@ -313,7 +393,8 @@ _INTERVALS = {"full_attention_interval": "linear", "sliding_window_pattern": "wi
 SAYS_LAYERS = (
     *_INDICES, *_INTERVALS, "hybrid_override_pattern", "layers_block_type", "layer_types", "attn_layer_period",
     "attn_type_list", "hybrid_layer_pattern", "linear_attn_config", "per_layer_config", "num_kv_shared_layers",
-    "use_cla", "attention_chunk_size", "no_rope_layers", "indexer_types", "index_topk_pattern", "index_topk_freq",
+    "use_cla", "sparse_attention_config", "attention_chunk_size",
+    "no_rope_layers", "indexer_types", "index_topk_pattern", "index_topk_freq",
     "index_skip_topk_offset", "cli_factor", "H_cycles", "n_recurrent_loops",
 )  # fmt: skip
 """Fields that say which layer of a target has which cache."""
@@ -382,6 +463,11 @@ class Read(dict[str, Any]):
         self._read.add(name)
         return super().get(name, default)
 
+    @property
+    def fields(self) -> frozenset[str]:
+        """The names that were read, of fields that are there and of others."""
+        return frozenset(self._read)
+
     def with_sizes(self, sizes: Config) -> "Read":
         """The same config with other sizes, which notes what was read for both."""
         other = Read({**self, **sizes})
@@ -389,16 +475,24 @@ class Read(dict[str, Any]):
         return other
 
     def check(self) -> None:
-        """Raise OUT_OF_RANGE for a field that was not read, unless it is a fraction or empty, and so no cache's."""
-        wanted = (
-            "a field that is known: state the caches by kvproto.Cache; if none depends on it, leave it out (--ignore)"
-        )
-        for name, value in self.items():
-            values = value if isinstance(value, list) else [value]
-            if name in self._read or name in BESIDE or all(not v or isinstance(v, float) for v in values):
-                continue
-            if ABOUT_CACHES.search(name):
-                raise bad(f"config.{name}", wanted, repr(value)[:80])
+        """Raise OUT_OF_RANGE for fields that were not read, unless they are fractions or empty, and so no cache's.
+
+        And for a type that is not known, whose class may give each layer any cache.
+        """
+        unknown = [
+            name
+            for name, value in self.items()
+            if name not in self._read and name not in BESIDE and ABOUT_CACHES.search(name)
+            and any(v and not isinstance(v, float) for v in (value if isinstance(value, list) else [value]))
+        ]  # fmt: skip
+        if unknown:
+            wanted = "fields that are known" if len(unknown) > 1 else "a field that is known"
+            wanted += ": state the caches by kvproto.Cache; if none depends on it, leave it out (--ignore)"
+            values = ", ".join(f"{name} {self[name]!r}"[:80] for name in unknown)
+            raise bad(f"config.{unknown[0]}", wanted, values if len(unknown) > 1 else repr(self[unknown[0]])[:80])
+        if self.get("model_type") not in (None, *TYPES):
+            wanted = "a type whose caches are known: state them by kvproto.Cache, or have the other fields read alone"
+            raise bad("config.model_type", f"{wanted} (--ignore model_type)", self["model_type"])
 
 
 def _check(config: Config) -> None:
@@ -430,8 +524,18 @@ def text(config: Config) -> Config:
         implied["num_hidden_layers"] = len(listed)
     found = {**implied, **{name: value for name, value in merged.items() if value is not None or name not in implied}}
     if found.get("model_type") == "longcat_flash" and "num_hidden_layers" not in found:  # two latents in each
-        return {**found, "num_hidden_layers": 2 * number(found, "num_layers")}
+        found["num_hidden_layers"] = 2 * number(found, "num_layers")
+    _check_defaults(found)
     return _paired(found) if found.get("model_type") == "dory" else found
+
+
+def _check_defaults(config: Config) -> None:
+    """Raise LocalError(OUT_OF_RANGE) for a field that is left out and whose value only the class of the type knows."""
+    kind = config.get("model_type")
+    for name, types in OWN_DEFAULTS.items():
+        absent = config.get(name) is None if name == "layer_types" else name not in config
+        if absent and kind in types:
+            raise bad(f"config.{name}", f"a value, as the class of {kind} has a default of its own", "absent")
 
 
 def _paired(config: Config) -> Config:

@@ -35,7 +35,7 @@ def describe(
     target: Config,
     drafts: Iterable[Config] = (),
     parallel: Parallel | None = None,
-    page: int = 64,
+    page: int | None = None,
     kv_dtype: DType | str | None = None,
     replica: int = 0,
     facts: Mapping[str, str] | None = None,
@@ -45,9 +45,9 @@ def describe(
 ) -> Geometry:
     """The Geometry of one replica of a model and its drafts, from their config.json files.
 
-    `page` is in tokens, and the peer must state equal `facts`. `sharded` and `replicated` name caches whose tokens
-    context-parallel ranks deal among themselves, or all store, if that is not the default (`Cache.dealt`); `own` has
-    arguments of `Cache.over` by cache name. Raises LocalError(OUT_OF_RANGE).
+    `page` is in tokens (64, or the longest row if that is longer), and the peer must state equal `facts`. `sharded` and
+    `replicated` name caches whose tokens context-parallel ranks deal among themselves, or all store, if that is not the
+    default (`Cache.dealt`); `own` has arguments of `Cache.over` by cache name. Raises LocalError(OUT_OF_RANGE).
     """
     configs = (target, *drafts)
     caches = {c.group.name: c for model, config in enumerate(configs) for c in specs(config, model, page, kv_dtype)}
@@ -62,6 +62,8 @@ def describe(
         if unknown := [size for size in sizes if size not in _OWN]:
             raise bad(f"own[{name!r}]", ", ".join(_OWN), unknown[0])
         caches[name] = caches[name].over(**sizes)
+    for cache in caches.values():
+        _check_groups(cache, int(dict(cache.own).get("tp") or (parallel or Parallel()).tp))
     depth = len(_kinds(text(target)))
     return with_windows(lay_out([*caches.values()], parallel, replica, facts, depth), configs)
 
@@ -72,7 +74,9 @@ def with_windows(geometry: Geometry, configs: Iterable[Config]) -> Geometry:
     windows = []
     for model, config in enumerate(map(text, configs)):
         kinds = {kind for kinds in _kinds(config) for kind in kinds.split("+")}
-        reach = next((config[key] for kind, key in _REACH.items() if kind in kinds and config.get(key)), None)
+        if compress_ratios(config, number(config, "num_hidden_layers")) is not None:
+            kinds = {"window"}
+        reach = next((number(config, key) for kind, key in _REACH.items() if kind in kinds), None)
         name = f"window.{_model_name(model)}"
         if reach is not None and name not in stated:
             windows.append(Fact(name=name, value=str(reach), rule=FactRule.WARN))
@@ -99,13 +103,16 @@ _OWN = ("tp", "cp", "dcp", "interleave", "origin", "deal", "stages", "virtual", 
 def specs(
     config: Config,
     model: int = 0,
-    page: int = 64,
+    page: int | None = None,
     kv_dtype: DType | str | None = None,
     state_dtype: DType | None = None,
 ) -> list[Cache]:
     """The caches of one model, attention first; `kv_dtype` may name a row of `BLOCK_SCALED`; raises OUT_OF_RANGE."""
-    check_whole("page", page, 1)
     read = Read(text(config))
+    longest = max(compress_ratios(read, number(read, "num_hidden_layers")) or (1,))
+    page = check_whole("page", max(64, longest) if page is None else page, 1)
+    if page % max(longest, 1):
+        raise bad("page", f"a multiple of {longest}, the tokens of a compressed row", page)
     caches = _caches(read, model, page, _element(kv_dtype or element_type(read)), state_dtype or DType.F32)
     read.check()
     if not caches:
@@ -159,6 +166,10 @@ def _attention(
         if own := index_layers(config, layers):
             yield Cache.indexer(f"{name} index", own, head_dim=number(config, "index_head_dim"), **more)
         return
+    if config.get("qk_rope_head_dim"):
+        raise bad(
+            "config.kv_lora_rank", "a number, as the rotary part of a latent is there: qk_rope_head_dim", "absent"
+        )
     v_dim = number(config, "v_head_dim") if config.get("v_head_dim") else None
     heads, dim = _kv_heads(config), _head_dim(config)
     yield Cache.gqa(name, layers, kv_heads=heads, head_dim=dim, v_head_dim=v_dim, **element, **more)
@@ -173,16 +184,19 @@ def _compressed(
     config: Config, name: str, ratios: Sequence[int], page: int, model: int, element: Mapping[str, Any]
 ) -> list[Cache]:
     """The caches of DeepSeek V4: a window in each layer, and where a layer compresses, rows and what is to be one."""
-    dtype, dim = element["dtype"], _head_dim(config)
-    if "scale_block" in element:
-        wanted = "one without scales, as those of a latent beside its rotary part are not known"
+    dtype, dim = element["dtype"], number(config, "head_dim")
+    config.get("qk_rope_head_dim")  # the end of each latent
+    if BITS[dtype] < 16:
+        wanted = (
+            "one of 16 bits or more: a row of fewer has scales, and its rotary part in BF16, state it by kvproto.Cache"
+        )
         raise bad("kv_dtype", wanted, dtype.name)
     latent = dtype, 1, bytes_of(dtype, dim)
     index = number(config, "index_head_dim") if config.get("index_head_dim") or 4 in ratios else 0
     caches = [Cache.paged(f"{name} window", len(ratios), parts={"window_latent": latent}, page=page, model=model)]
     for ratio in sorted({*ratios} - {0}):
         layers, of = [i for i, r in enumerate(ratios) if r == ratio], f"{name} c{ratio}"
-        rows: dict[str, Any] = {"page": max(page // ratio, 1) * ratio, "tokens_per_row": ratio, "model": model}
+        rows: dict[str, Any] = {"page": page, "tokens_per_row": ratio, "model": model}
         sizes, windows = {"": dim}, 2 if ratio == 4 else 1  # those of ratio 4 overlap
         caches.append(Cache.paged(of, layers, parts={"latent": latent}, **rows))
         if ratio == 4:
@@ -227,7 +241,10 @@ def _recurrent(
         case "mamba":
             return _mamba(config, name, layers, more)
         case "linear":
-            return Cache.gdn(name, layers, **_sizes(config, _DELTA), **more)
+            sizes = _sizes(config, _DELTA)
+            if sizes["value_heads"] % sizes["key_heads"]:
+                raise bad("config.linear_num_key_heads", f"a divisor of {sizes['value_heads']}", sizes["key_heads"])
+            return Cache.gdn(name, layers, **sizes, **more)
         case "kda":  # a gated delta net whose q, k and v have the same heads
             saved = config.get("linear_num_heads")  # by transformers 5, beside the published form
             kda = _sizes(config, _KDA_SAVED) if saved else _sizes(config["linear_attn_config"], _KDA)
@@ -251,8 +268,14 @@ def _mamba(config: Config, name: str, layers: list[int], more: Mapping[str, Any]
     if config.get("num_heads") and not config.get("num_attention_heads"):  # Mamba 2 alone has no prefix
         heads, dims = ["num_heads"], ["head_dim"]
     if any(config.get(n) for n in heads):
-        sizes |= _sizes(config, {"heads": heads, "head_dim": dims, "groups": ("n_groups", "mamba_n_groups")})
+        groups = "n_groups", "mamba_n_groups"
+        sizes |= _sizes(config, {"heads": heads, "head_dim": dims, "groups": groups})
+        if sizes["heads"] % sizes["groups"]:
+            of = next(name for name in groups if config.get(name))
+            raise bad(f"config.{of}", f"a divisor of {sizes['heads']} heads", sizes["groups"])
         return Cache.mamba2(name, layers, **sizes, **more)
+    if half := [n for n in (*dims, "mamba_n_groups") if n.startswith("mamba") and config.get(n)]:
+        raise bad(f"config.{heads[0]}", f"a number, as {half[0]} is there", "absent")
     if "mamba_expand" not in config and config.get("intermediate_size"):
         channels = number(config, "intermediate_size")
     else:
@@ -269,7 +292,10 @@ def _kv_heads(config: Config) -> int:
     other = [name for name in ("num_kv_heads", "multi_query", "num_attention_groups") if config.get(name)]
     if other and config.get("num_key_value_heads") is None:
         raise bad("config.num_key_value_heads", f"a number: {other[0]} is not read", "absent")
-    return number(config, "num_key_value_heads", *(() if nested(config) else ("num_attention_heads",)))
+    heads = number(config, "num_key_value_heads", *(() if nested(config) else ("num_attention_heads",)))
+    if config.get("num_attention_heads") and number(config, "num_attention_heads") % heads:
+        raise bad("config.num_key_value_heads", f"a divisor of {config['num_attention_heads']} query heads", heads)
+    return heads
 
 
 _KV_HEADS = {"step3_text": "num_attention_groups", "falcon": "num_kv_heads"}
@@ -287,12 +313,15 @@ def _head_dim(config: Config) -> int:
     return size // heads
 
 
-def element_type(config: Config) -> DType:
+def element_type(config: Config, path: str = "torch_dtype") -> DType:
     """The element type of activations, which conv states have too; paged caches may have another."""
-    name = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    stated = [str(config[key]) for key in ("torch_dtype", "dtype") if config.get(key)]
+    if len({*stated}) > 1:
+        raise bad("config.torch_dtype", f"{stated[1]}, as dtype says", stated[0])
+    name = stated[0] if stated else "bfloat16"
     known = {"float32": DType.F32, "float16": DType.F16, "bfloat16": DType.BF16, "float8_e4m3fn": DType.F8E4M3}
     if name not in known:
-        raise bad("config.torch_dtype", ", ".join(known), name)
+        raise bad(f"config.{path}", ", ".join(known), name)
     return known[name]
 
 
@@ -445,7 +474,7 @@ def model_dtype(config: Config) -> DType:
     """The element type of states: the config's for them, F32 for Kimi delta attention, else that of activations."""
     for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
         if config.get(key):
-            return element_type({"dtype": config[key]})
+            return element_type({"dtype": config[key]}, key)
     return DType.F32 if config.get("linear_attn_config") else element_type(config)
 
 
@@ -505,11 +534,21 @@ def _blocks(cache: Cache, kv: KvDtype) -> list[Cache]:
     return stored
 
 
+def _check_groups(cache: Cache, ranks: int) -> None:
+    """Raise LocalError unless each rank that has value heads of a state has the keys, or B and C, that they share."""
+    for blocks in (blocks for blocks in cache.blocks if len(blocks) > 1):
+        few, many = (pick(blocks, key=lambda block: block.lanes // block.unit) for pick in (min, max))
+        cuts = [(few.cut(rank, ranks), many.cut(rank, ranks)) for rank in range(ranks)]
+        if any(a * many.lanes > c * few.lanes or b * many.lanes < d * few.lanes for (a, b), (c, d) in cuts):
+            wanted = f"a size that divides {few.lanes // few.unit} groups of heads in {cache.group.name!r}"
+            raise bad("tp", wanted, ranks)
+
+
 def check_heads(cache: Cache, ranks: int) -> None:
     """Raise LocalError unless an engine can divide heads over so many ranks; heads of states are never replicated."""
     for part, blocks in zip(cache.group.parts, cache.blocks, strict=True):
         for block in blocks:
             units = block.lanes // block.unit
-            copies = ranks % units == 0 and (KINDS[cache.group.kind].paged or len(blocks) > 1)
+            copies = ranks % units == 0 and (KINDS[cache.group.kind].paged or block is not blocks[0])
             if units > 1 and units % ranks and not copies:
                 raise bad("tp", f"a size that divides {units} heads of {part.name} in {cache.group.name!r}", ranks)

@@ -151,9 +151,8 @@ def _described(args: argparse.Namespace) -> Iterator[str]:
         if getattr(args, name) != default:
             raise bad(name, "--engine beside it", "none")
     dtype = args.kv_dtype if args.kv_dtype in (None, *BLOCK_SCALED) else DType[args.kv_dtype]
-    page, facts = 64 if args.page is None else args.page, dict(pairs)
-    more = args.replica, facts, args.sharded, args.replicated, own
-    yield _line(args, describe(configs[0], configs[1:], parallel, page, dtype, *more))
+    more = args.replica, dict(pairs), args.sharded, args.replicated, own
+    yield _line(args, describe(configs[0], configs[1:], parallel, args.page, dtype, *more))
 
 
 def _line(args: argparse.Namespace, geometry: Geometry) -> str:

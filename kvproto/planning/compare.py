@@ -1,6 +1,6 @@
 """Comparison of two Descriptions, of facts and parts; `mine` is the source's, which sessions swap for the sink."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.parts import ALIASES, CONVERSIONS, SCALES, SHARE_OF
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
+from kvproto.wire.messages import UIntArray
 
 COMPARED = ("weights.target", "tokenizer", "rope.target", "kv_scales.target")
 """Facts, by their names in the registry, that both sides should state; a draft has those of the target too."""
@@ -34,7 +35,17 @@ def differences(source: Geometry, sink: Geometry) -> list[tuple[str, str, str]]:
         for group, to in zip(source.groups, there.groups, strict=True)
         for part, other in ((p, o) for p in group.parts for o in to.parts if p.name == o.name and p.dtype != o.dtype)
     ]
-    return [*facts, *dtypes, *_left_out(there, sink)]
+    return [*facts, *dtypes, *_scaled_by_one(source, sink), *_left_out(there, sink)]
+
+
+def _scaled_by_one(source: Geometry, sink: Geometry) -> Iterator[tuple[str, str, str]]:
+    """The parts of which one side alone states the scales, once for each group of the sink."""
+    for dst, part in ((g, p) for g in sink.groups for p in g.parts):
+        of = (p for g in source.groups if g.model == dst.model for p in g.parts)
+        theirs = {p.x_scales is None for p in of if (p.name, p.dtype) == (part.name, part.dtype)}
+        if theirs == {part.x_scales is not None}:
+            sides = ("scales", _ABSENT) if part.x_scales is None else (_ABSENT, "scales")
+            yield f"groups[{dst.name}].parts[{part.name}].x_scales", *sides
 
 
 def _left_out(source: Geometry, sink: Geometry) -> Iterator[tuple[str, str, str]]:
@@ -163,6 +174,25 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
             raise PlanError(ErrorCode.LAYOUT_OPAQUE, f"{path}.rows", deals[0], deals[1], advice)
 
 
+def check_scales(src: Group, dst: Group, index: int, layers: Iterable[tuple[int, int]]) -> None:
+    """Raise DTYPE_MISMATCH if both sides state scales of a part, and other ones of a layer (KVP-CNV-SCALES)."""
+    part = dst.parts[index]
+    stated = [p.x_scales for p in (*src.parts, part) if p.name == part.name and p.dtype == part.dtype]
+    if any(scales is None for scales in stated) or len(stated) < 2:
+        return
+    for layer in (layer for lo, hi in layers for layer in range(lo, hi)):
+        mine, yours = (_scale(scales, layer) for scales in (stated[0], stated[-1]) if scales is not None)
+        if mine != yours:
+            path = f"groups[{dst.name}].parts[{part.name}].x_scales"
+            advice = "codes of one scale mean other numbers by another: serve one checkpoint's scales on both sides"
+            values = (f"{value:.9g} of layer {layer}" for value in (mine, yours))
+            raise PlanError(ErrorCode.DTYPE_MISMATCH, path, *values, advice)
+
+
+def _scale(scales: UIntArray, layer: int) -> float:
+    return float(scales[layer if scales.size > 1 else 0].astype(np.uint32).view(np.float32))
+
+
 def _advice(code: ErrorCode, a: Part, b: Part) -> str:
     names = [name for name, row in CONVERSIONS.items() if {a.dtype, b.dtype} == {*row[:2]}]
     if code != ErrorCode.DTYPE_MISMATCH or not names:
@@ -203,12 +233,21 @@ def missing(group: Group, part: str, layer: int, known: Collection[str]) -> Plan
     return PlanError(ErrorCode.PART_MISSING, path, mine, f"{part} of model {group.model}", advice)
 
 
-def left_behind(group: Group, part: str, lost: Mapping[str, int]) -> PlanError:
-    """The error for a part that the sink takes without others of its layers (KVP-PLAN-LEFT); `lost`: their layers."""
+def left_behind(group: Group, part: str, lost: Mapping[str, int], taken: Collection[str]) -> PlanError:
+    """The error for a part that the sink takes without others of its layers (KVP-PLAN-LEFT); `lost`: their layers.
+
+    `taken` are the names of all parts that the sink takes of that model.
+    """
     names, layer = ", ".join(sorted(lost)), min(lost.values())
     mine, yours = f"{names} beside {part} in layer {layer}", f"{part} without {names}"
     advice = "parts of a layer mean nothing without each other: take them too"
-    advice += f"; a sink that does not need them says so: lay_out(..., without={sorted(lost)!r})"
+    if needed := [name for name in sorted(lost) if scaled_by(name) in {*map(name_of, taken)}]:
+        advice = f"values mean nothing without their scales: take {', '.join(needed)} too, or state one conversion"
+        advice += " on both sides, if one of them has no scales (Cache.converts)"
+    elif shares := [name for name in sorted(lost) if SHARE_OF.get(name_of(name)) in {*map(name_of, taken)}]:
+        advice = f"a part means nothing without its share: take {', '.join(shares)} too"
+    else:
+        advice += f"; a sink that does not need them says so: lay_out(..., without={sorted(lost)!r})"
     return PlanError(ErrorCode.PART_MISSING, f"groups[{group.name}].parts[{part}]", mine, yours, advice)
 
 

@@ -150,6 +150,10 @@ def lay_out(
     check_type("without", without, (list, tuple, set, frozenset), "a list of names of parts")
     for name in without:
         check_type("without", name, str, "names of parts, each a str")
+        if name_of(name) not in PARTS and "." not in name:
+            raise bad("without", "names of parts (spec/v1/parts.md), or of a vendor's: with a dot", repr(name))
+        if held := [p.name for spec in specs for p in spec.group.parts if scaled_by(name) == name_of(p.name)]:
+            raise bad("without", f"no scales of {held[0]}, which means nothing without them", repr(name))
     placed = [_placed(specs, id, sizes, depth) for id in range(len(specs))]
     ranks = [
         tuple(share for _, share_of in placed if (share := share_of(stage, nth)) is not None)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.planning.arrays import IntArray, distinct_rows, repeated_index, stretch_bounds
-from kvproto.planning.compare import check_facts, differences, left_behind, missing, name_of
+from kvproto.planning.compare import check_facts, check_scales, differences, left_behind, missing, name_of
 from kvproto.planning.conversion import converted
 from kvproto.planning.cutting import (
     Cutter,
@@ -263,6 +263,7 @@ def _cut(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals, cold: Colle
             if not sources:
                 raise missing(dst, part, layers[0][0], names[dst.model])
             cutter.pair(sources[0].group, dst, index)
+            check_scales(sources[0].group, dst, index, layers)
             opaque = dst.parts[index].encoding
             alike = opaque_families(sources, sinks, part) if opaque else [(sources, sinks)]
             families += [(family, layers) for family in alike]
@@ -285,7 +286,7 @@ def _check_left(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals) -> N
             taken = _in_memory(i for i in want.get((dst.model, part), ()) if i.group.id == dst.id)
             both = {name: taken & layers for (model, name), layers in left.items() if model == dst.model}
             if lost := {name: min(layers) for name, layers in both.items() if layers}:
-                raise left_behind(dst, part, lost)
+                raise left_behind(dst, part, lost, [name for model, name in want if model == dst.model])
 
 
 def _in_memory(owned: Iterable[OwnedInterval]) -> set[int]:

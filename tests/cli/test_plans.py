@@ -44,7 +44,7 @@ def test_describe_writes_what_check_reads(tmp_path: Path, ran: Ran) -> None:
                 "num_hidden_layers": 4,
                 "hidden_size": 512,
                 "num_attention_heads": 8,
-                "num_key_value_heads": 3,
+                "num_key_value_heads": 4,
                 "torch_dtype": "float16",
             }
         )
@@ -214,7 +214,7 @@ def test_presets_plan_with_themselves_in_any_division(preset: str) -> None:
     config, *drafts = PRESETS[preset]
     sizes = [
         Parallel(),
-        Parallel(tp=3),
+        Parallel(tp=2 if "linear_conv_kernel_dim" in config or "conv_kernel" in config else 3),
         Parallel(tp=16),
         Parallel(tp=4, pp=3),
         Parallel(tp=8, dcp=4),

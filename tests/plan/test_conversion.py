@@ -16,7 +16,7 @@ from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError
 from kvproto.planning.conversion import Made
 from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry, validate
-from kvproto.planning.plan import plan
+from kvproto.planning.plan import differences, plan
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode, Feature
 from tests.conversions import (
@@ -281,6 +281,37 @@ def test_shares_have_scales_of_what_they_have() -> None:
         with pytest.raises(KvprotoError) as caught:
             validate(wrong)
         assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GEOMETRY, f"ranks[0].owns[0].{path}")
+
+
+def _scaled(tp: int, layers: Any, scales: Any) -> Geometry:
+    cache = Cache.gqa("kv", layers, kv_heads=HEADS, head_dim=DIM, page=4, dtype=DType.F8E4M3)
+    return lay_out([cache.converts("e4m3_tensor", scales={"k": scales, "v": 0.5})], Parallel(tp=tp))
+
+
+@pytest.mark.parametrize("features", [(), CONVERT])
+def test_codes_of_other_scales_are_other_numbers(features: tuple[Feature, ...]) -> None:
+    """KVP-CNV-SCALES: of a layer that both have; raw bytes would arrive, and mean something else."""
+    for one, other in ((0.03, 0.05), ([0.03, 0.05, 0.04], [0.03, 0.05, 0.06]), (0.03, [0.03, 0.03, 0.04])):
+        for pair in ((one, other), (other, one)):
+            here, there = _scaled(2, LAYERS, pair[0]), _scaled(4, LAYERS, pair[1])
+            assert refusal(here, there, *features) == (ErrorCode.DTYPE_MISMATCH, "groups[kv].parts[k].x_scales")
+
+
+def test_scales_are_compared_of_the_layers_that_both_have() -> None:
+    """KVP-CNV-SCALES: one for all layers is the same as that one for each."""
+    assert plan(_scaled(2, LAYERS, 0.03), _scaled(1, LAYERS, [0.03] * LAYERS)).routes
+    first = _scaled(2, (0, 1), [0.03, 0.05])
+    assert plan(_scaled(1, LAYERS, [0.03, 0.05, 0.04]), first).routes
+
+
+def test_scales_that_one_side_alone_states_are_a_warning() -> None:
+    """The fields may be ignored; KVP-CNV-SCALES has nothing to compare."""
+    stated = _scaled(1, LAYERS, 0.03)
+    unsaid = attrs.evolve(stated, groups=tuple(_unsaid(group) for group in stated.groups))
+    paths = ["groups[kv].parts[k].x_scales", "groups[kv].parts[v].x_scales"]
+    assert [path for path, _, _ in differences(stated, unsaid)] == paths
+    assert [path for path, _, _ in differences(unsaid, stated)] == paths
+    assert differences(stated, stated) == []
 
 
 def test_unknown_names_are_skipped() -> None:

@@ -229,7 +229,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[tuple[str, ItemKind, int, int]]]] 
     "multi-head, fp32": (
         {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "dtype": "float32"}, [("target", ItemKind.PAGE, 2, 512)]),
     "sliding layers": (
-        {"num_hidden_layers": 4, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {"num_hidden_layers": 4, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
         [("target", ItemKind.PAGE, 2, 64), ("target window", ItemKind.PAGE, 2, 64)]),
     "sparse MLA": (
         {"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128},
@@ -284,7 +284,7 @@ def test_config_json(config: str) -> None:
         ({"num_hidden_layers": None}, "config.num_hidden_layers"),
         ({"num_hidden_layers": 2.5}, "config.num_hidden_layers"),
         ({"layer_types": 2}, "config.layer_types"),
-        ({"layer_types": ["full_attention"] * 3}, "config.num_hidden_layers"),
+        ({"layer_types": ["full_attention"] * 3}, "config.layer_types"),
         ({"hybrid_override_pattern": "*"}, "config.num_hidden_layers"),
         ({"hybrid_override_pattern": "*|"}, "config.hybrid_override_pattern"),
         ({"attn_layer_indices": [1, 2]}, "config.attn_layer_indices"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvproto import DType, Parallel
-from kvproto.catalog.engines import pools
+from kvproto.catalog.engines import Setup, pools
 from kvproto.catalog.models import describe, draft_of
 from kvproto.errors import LocalError, PlanError
 from kvproto.planning.geometry import Geometry, validate
@@ -138,8 +138,12 @@ def test_how_engines_arrange_layers_of_several_sizes_is_not_known(config: dict[s
         pools("vllm", config)
 
 
-def test_pages_shorter_than_a_row_hold_one() -> None:
-    assert held(describe(V4, page=64))["latent", 128] == ("PAGE", 1, 1024, [3, 5])
+@pytest.mark.parametrize("page", [1, 64, 100, 200])
+def test_pages_hold_whole_rows(page: int) -> None:
+    """Of 128 tokens: a page table of another length than was asked for is nobody's."""
+    with raises(LocalError, path="page", mine="a multiple of 128, the tokens of a compressed row"):
+        describe(V4, page=page)
+    assert held(describe(V4))["latent", 128] == ("PAGE", 1, 1024, [3, 5])
 
 
 def test_two_engines_of_deepseek_v4_are_planned_and_one_that_lacks_a_latent_is_refused() -> None:
@@ -168,9 +172,11 @@ def test_a_model_that_is_not_quite_it_is_refused_by_name(more: Mapping[str, Any]
 
 
 def test_scales_of_a_latent_of_deepseek_v4_are_not_guessed() -> None:
-    with raises(LocalError, path="kv_dtype"):
-        describe(V4, kv_dtype="NVFP4")
-    assert held(describe(V4, kv_dtype=DType.F8E4M3))["latent", 4][2] == 512
+    """An FP8 row of it is codes, scales and a rotary part in BF16 (spec/v1/parts.md)."""
+    for kv_dtype in ("NVFP4", DType.F8E4M3):
+        with raises(LocalError, path="kv_dtype"):
+            describe(V4, kv_dtype=kv_dtype)
+    assert held(describe(V4, kv_dtype=DType.F16))["latent", 4][2] == 1024
 
 
 @pytest.mark.parametrize(
@@ -231,7 +237,7 @@ def test_each_pass_of_a_loop_is_a_layer(more: Mapping[str, Any], layers: list[in
 def test_attention_and_mlp_of_dory_are_one_layer() -> None:
     """Its published form lists them apart, and counts both where it counts layers."""
     dory: dict[str, Any] = {
-        **GQA, "model_type": "dory", "num_hidden_layers": 8, "n_input_layers": 2, "n_output_layers": 2,
+        **GQA, "model_type": "dory", "sliding_window": 128, "num_hidden_layers": 8, "n_input_layers": 2, "n_output_layers": 2,
         "n_recurrent_loops": 3, "layer_types": ["full_attention", "mlp"] * 4,
     }  # fmt: skip
     assert held(describe(dory))["k", 1][3] == [*range(1 + 2 * 3 + 1)]
@@ -334,7 +340,7 @@ def test_fields_of_other_things_are_not_asked_about(more: Mapping[str, Any]) -> 
     assert describe({**GQA, **more}) == describe(GQA)
 
 
-@pytest.mark.parametrize(("shown", "heads"), [({"multi_query": True}, 1), ({}, 71), ({"new_decoder_architecture": True, "multi_query": True, "num_kv_heads": 8}, 8)])  # fmt: skip
+@pytest.mark.parametrize(("shown", "heads"), [({"multi_query": True}, 1), ({"multi_query": False}, 71), ({"new_decoder_architecture": True, "multi_query": True, "num_kv_heads": 8}, 8)])  # fmt: skip
 def test_falcon_has_one_kv_head_or_as_many_as_it_says(shown: Mapping[str, Any], heads: int) -> None:
     falcon = {"model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 4544, "num_attention_heads": 71}
     assert {p.lanes for p in describe({**falcon, "num_kv_heads": 71, **shown}).groups[0].parts} == {heads}
@@ -342,7 +348,7 @@ def test_falcon_has_one_kv_head_or_as_many_as_it_says(shown: Mapping[str, Any], 
 
 def test_windows_of_mimo_have_twice_the_heads_where_its_card_does_not_say_so() -> None:
     """As transformers saves it: the factor is in its code. In another form the heads are not known."""
-    saved = {**GQA, "model_type": "mimo_v2_flash", "sliding_window": 128}
+    saved = {**GQA, "model_type": "mimo_v2_flash", "sliding_window": 128, "v_head_dim": 128}
     made = describe({**saved, "layer_types": ["full_attention", "sliding_attention"] * 3})
     lanes = {group.name: group.parts[0].lanes for group in made.groups}
     assert lanes["target window"] == 2 * lanes["target"]
@@ -391,3 +397,164 @@ def test_a_kind_of_layer_that_is_not_known_is_stated_by_hand() -> None:
 def test_a_list_of_sparse_layers_is_a_list() -> None:
     with raises(LocalError, path="config.sparse_attention_config.sparse_attention_freq"):
         describe({**GQA, "sparse_attention_config": {"sparse_attention_freq": 1}})
+
+
+INDEXED = {**DSA, "indexer_types": ["full", *["shared"] * 4] * 2}
+SPARSE: dict[str, Any] = M3["sparse_attention_config"]
+LISTS: list[tuple[Mapping[str, Any], str, Any]] = [
+    (INDEXED, "indexer_types", ["bogus"] * 10),
+    (INDEXED, "indexer_types", ["Shared"] * 10),
+    (INDEXED, "indexer_types", ["shared"] * 4),
+    (INDEXED, "indexer_types", ["shared"] * 11),
+    (INDEXED, "indexer_types", []),
+    (INDEXED, "index_topk_pattern", "FFSSS"),
+    (INDEXED, "index_topk_pattern", "FFSSSXFSSS"),
+    (M3, "sparse_attention_config.sparse_attention_freq", ["0", "0", "0", "1", "1", "1"]),
+    (M3, "sparse_attention_config.sparse_attention_freq", [0, 0, 0, 1, 1]),
+    (M3, "sparse_attention_config.sparse_attention_freq", [None] * 6),
+    (M3, "sparse_attention_config.sparse_attention_freq", [False, True] * 3),
+    (M3, "sparse_attention_config.sparse_attention_freq", []),
+    (M3, "sparse_attention_config.sparse_attention_freq", None),
+    (M3, "sparse_attention_config.use_sparse_attention", False),
+    (M3, "layer_types", ["full_attention"] * 4 + ["minimax_m3_sparse"] * 2),
+    (GQA, "layer_types", ["full_attention"] * 5),
+    (GQA, "no_rope_layers", [1] * 5),
+    (GQA, "attn_type_list", [1] * 7),
+    (V4, "layer_types", ["sliding_attention"] * 7),
+    (V4_TYPES, "compress_rates.compressed_sparse_attention", 0),
+    (V4_TYPES, "compress_rates.heavily_compressed_attention", 64),
+]
+
+
+@pytest.mark.parametrize(("config", "field", "value"), LISTS, ids=str)
+def test_a_list_of_layers_has_each_layer_and_values_that_are_known(
+    config: Mapping[str, Any], field: str, value: Any
+) -> None:
+    """What is not understood is not taken for the value that is most common: each layer would have, or lack, a cache."""
+    outer, _, inner = field.partition(".")
+    changed = {**config, outer: {**config[outer], inner: value} if inner else value}
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE, path=f"config.{field}"):
+        describe(changed)
+    assert describe(config)
+
+
+KIMI: dict[str, Any] = {**KDA_BOTH["linear_attn_config"], "full_attn_layers": [2, 4, 6, 8, 10]}
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"kda_layers": [1, 2, 3]}, "full_attn_layers"),
+        ({"full_attn_layers": [*range(1, 11)]}, "full_attn_layers"),
+        ({"full_attn_layers": "abc"}, "full_attn_layers"),
+        ({"full_attn_layers": None}, "full_attn_layers"),
+        ({"full_attn_layers": [2, 4, 6, 8, 11]}, "full_attn_layers"),
+        ({"kda_layers": [1, 1, 3, 5, 7, 9]}, "full_attn_layers"),
+    ],
+)
+def test_each_layer_of_kimi_is_in_one_of_two_lists(more: dict[str, Any], field: str) -> None:
+    plain = {name: value for name, value in DSA.items() if name != "index_head_dim"}
+    assert describe({**plain, "linear_attn_config": KIMI})
+    with raises(LocalError, path=f"config.linear_attn_config.{field}"):
+        describe({**plain, "linear_attn_config": {**KIMI, **more}})
+
+
+def test_two_lists_of_layers_agree() -> None:
+    for config in (KDA_BOTH, {**KDA_BOTH, "linear_attn_config": KIMI}):
+        assert describe(config)
+        with raises(
+            LocalError, path="config.linear_attn_config.kda_layers", mine="the kinds of layers that layer_types has"
+        ):
+            describe({**config, "layer_types": ["full_attention", "linear_attention"] * 5})
+
+
+HALVES: list[tuple[Mapping[str, Any], str, str]] = [
+    (DSA, "kv_lora_rank", "kv_lora_rank"),
+    (DSA, "qk_rope_head_dim", "qk_rope_head_dim"),
+    (INDEXED, "index_head_dim", "index_head_dim"),
+    ({**DSA, "index_topk": 2048}, "index_head_dim", "index_head_dim"),
+    (V4, "head_dim", "head_dim"),
+    (V4, "sliding_window", "sliding_window"),
+    (GEMMA4, "sliding_window", "sliding_window"),
+    (MAMBA, "mamba_n_heads", "mamba_num_heads"),
+    (MAMBA, "mamba_d_state", "mamba_n_heads"),
+    (KDA, "linear_head_dim", "linear_head_dim"),
+]
+
+
+@pytest.mark.parametrize(("config", "gone", "path"), HALVES, ids=str)
+def test_half_of_a_family_is_not_taken_for_another(config: Mapping[str, Any], gone: str, path: str) -> None:
+    """A latent without its rank would be K and V of many heads, an index without its size none at all."""
+    config = {"num_attention_heads": 16, "hidden_size": 4096, **config}
+    assert describe(config)
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE, path=f"config.{path}"):
+        describe({name: value for name, value in config.items() if name != gone})
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("mistral", "num_key_value_heads"),
+        ("gemma2", "head_dim"),
+        ("gemma3n_text", "layer_types"),
+        ("jamba", "mamba_expand"),
+    ],
+)
+def test_what_only_the_class_knows_is_not_guessed(kind: str, field: str) -> None:
+    """`make models` leaves out each field of each type."""
+    full: dict[str, Any] = {
+        **MAMBA, "model_type": kind, "sliding_window": 128, "mamba_expand": 2, "attn_layer_offset": 1,
+        "num_kv_shared_layers": 0,
+    }  # fmt: skip
+    with raises(LocalError, path=f"config.{field}", match=f"the class of {kind} has a default of its own"):
+        describe({name: value for name, value in full.items() if name != field})
+
+
+def test_a_type_that_nobody_knows_is_refused_by_name() -> None:
+    """Its class may give each layer any cache; without the name, the other fields are read alone."""
+    with raises(LocalError, path="config.model_type", yours="bogus", match="--ignore model_type"):
+        describe({**GQA, "model_type": "bogus"})
+    assert describe(GQA)
+
+
+def test_two_names_of_the_dtype_agree() -> None:
+    with raises(LocalError, path="config.torch_dtype", mine="float16, as dtype says", yours="bfloat16"):
+        describe({**GQA, "torch_dtype": "bfloat16", "dtype": "float16"})
+
+
+def test_all_fields_that_are_not_known_are_named_at_once() -> None:
+    with raises(LocalError, path="config.engram_cache_size", yours="engram_cache_size 3, kv_channels 128"):
+        describe({**GQA, "engram_cache_size": 3, "kv_channels": 128})
+
+
+DELTA: dict[str, Any] = {
+    **GQA, "hidden_size": 4096, "layer_types": ["linear_attention", "full_attention"] * 3, "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128, "linear_num_value_heads": 64, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "path"),
+    [
+        (DELTA, {"linear_num_key_heads": 7}, "linear_num_key_heads"),
+        (GQA, {"num_key_value_heads": 7}, "num_key_value_heads"),
+        (MAMBA, {"mamba_n_groups": 3}, "mamba_n_groups"),
+    ],
+)
+def test_heads_are_shared_evenly(config: Mapping[str, Any], more: Mapping[str, Any], path: str) -> None:
+    with raises(LocalError, path=f"config.{path}"):
+        describe({**config, **more})
+
+
+@pytest.mark.parametrize("tp", [3, 6, 24])
+def test_a_rank_has_the_keys_of_its_values(tp: int) -> None:
+    """Of 16 key heads with four value heads each, three ranks would hold value heads whose key head is elsewhere."""
+    with raises(LocalError, path="tp"):
+        describe(DELTA, parallel=Parallel(tp=tp))
+    for good in (2, 16, 32):
+        assert describe(DELTA, parallel=Parallel(tp=good))
+
+
+def test_engines_do_not_copy_key_heads_of_delta_rules() -> None:
+    with raises(LocalError, path="tp"):
+        pools("vllm", DELTA, setup=Setup(Parallel(tp=32)))

@@ -7,10 +7,10 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvproto.errors import PlanError
+from kvproto.errors import LocalError, PlanError
 from kvproto.planning.geometry import Geometry, mla, owns, validate
 from kvproto.planning.layout import Cache, lay_out
-from kvproto.planning.parts import ALIASES, OPTIONAL, PARTS, SHARE_OF
+from kvproto.planning.parts import ALIASES, OPTIONAL, PARTS, SCALES, SHARE_OF
 from kvproto.planning.plan import plan
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
@@ -122,6 +122,28 @@ def test_one_part_of_a_layer_is_not_taken_without_another(part: str) -> None:
     meant = attrs.evolve(named("odd"), without=(part,))
     assert plan(named("odd", part), meant).routes
     assert plan(named("odd", part), named("odd", part)).routes
+
+
+@pytest.mark.parametrize(("name", "of"), [*SCALES.items(), *SHARE_OF.items(), ("key_scale", "self_attn.k")])
+def test_no_advice_leaves_out_what_a_part_needs(name: str, of: str) -> None:
+    """KVP-PLAN-LEFT: codes without their scales are other numbers, and so is a share of a part without the other."""
+    error = refusal(named(of, "odd", name), named(of))
+    assert "without=" not in error.advice
+    assert f"take {name} too" in error.advice
+
+
+@pytest.mark.parametrize("name", ["k_scale", "key_scale"])
+def test_a_sink_does_not_say_that_it_needs_no_scales(name: str) -> None:
+    cache = Cache.gqa("kv", 1, kv_heads=2, head_dim=8, page=4)
+    with raises(LocalError, path="without", yours=repr(name)):
+        lay_out([cache], without=[name])
+    for other in ("index_scale", "acme.x"):
+        assert lay_out([cache], without=[other]).without == (other,)
+
+
+def test_what_a_sink_does_not_need_is_a_part() -> None:
+    with raises(LocalError, path="without", yours="'kk'"):
+        lay_out([Cache.gqa("kv", 1, kv_heads=2, head_dim=8, page=4)], without=["kk"])
 
 
 @pytest.mark.parametrize("part", OPTIONAL)
