@@ -8,6 +8,7 @@ from pathlib import Path
 import attrs
 
 from .. import smollm2
+from ..cache.forms import FORMS, MODEL
 from ..checkpoint import load_config
 from ..engine.sampling import SamplingParams
 from ..errors import EngineError
@@ -15,6 +16,7 @@ from .options import (
     COLD,
     DEAL,
     FRAMEWORKS,
+    KV_DTYPE,
     POOLS,
     SPECULATE,
     TRANSPORT_HELP,
@@ -58,6 +60,8 @@ class DemoOptions:
     replicate_q: bool = False
     back_end: str = "torch"
     captured: bool = False
+    prefill_kv_dtype: str = MODEL
+    decode_kv_dtype: str = MODEL
     target: str = "mla"
     draft: str = "gqa"
     dtype: str = "float32"
@@ -138,6 +142,8 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add_dcp(parser)
     add_back_end(parser)
     add_captured(parser)
+    for role in ("prefill", "decode"):
+        add(f"--{role}-kv-dtype", choices=FORMS, default=MODEL, help=f"the {role} engine's {KV_DTYPE}")
     add_models(parser)
     add("--transport", default="shm", metavar="NAME", help=TRANSPORT_HELP)
     gpus = "GPUs of its ranks, in turn; with --transport cuda (default: the {} half) or nixl (default: the host)"
@@ -252,6 +258,8 @@ def check(options: DemoOptions) -> None:
         (options.adapter and (options.tiers or options.images or options.trouble),
          "--adapter sends each prompt without an adapter and with each: leave --tiers, --images, --kill, --drain,"
          " --sleep and --pause out"),
+        (len({options.prefill_kv_dtype, options.decode_kv_dtype} - {MODEL}) > 1,
+         "two forms of FP8 are not converted into each other: choose one, or leave --prefill-kv-dtype out"),
         *(_dp_attention(options) if options.dp_attention else ()),
         *(_images(options) if options.images else ()),
     )  # fmt: skip
