@@ -89,6 +89,15 @@ def converted(source: Json, sink: Json) -> Json:
     return source | {"groups": [changed[g["id"]][0] for g in source["groups"]], "ranks": ranks}
 
 
+def same_scales(a: Json, b: Json) -> bool:
+    """Whether two parts state no two scales of one layer (KVP-CNV-SCALES)."""
+    mine, yours = (part.get("x_scales", ()) for part in (a, b))
+    if not mine or not yours:
+        return True
+    layers = range(min(len(x) for x in (mine, yours) if len(x) > 1) if len(mine) > 1 or len(yours) > 1 else 1)
+    return all(mine[n if len(mine) > 1 else 0] == yours[n if len(yours) > 1 else 0] for n in layers)
+
+
 def _layers(side: Json, group: Json) -> set[str]:
     owned = (share for rank in side["ranks"] for share in rank["owns"] if share["group"] == group["id"])
     return {layer for share in owned for layer in share["layers"]}

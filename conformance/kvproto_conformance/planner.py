@@ -17,7 +17,7 @@ from typing import Any
 from kvproto_conformance.checking import check
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.codec.facts import LIMITS, OPTIONAL, PART_NAMES
-from kvproto_conformance.conversion import converted
+from kvproto_conformance.conversion import converted, same_scales
 from kvproto_conformance.electing import Piece, elect
 from kvproto_conformance.sections import lane, place
 
@@ -273,6 +273,7 @@ def _compare(src: Json, dst: Json, part: str, at: str) -> None:
         ("ROW_MISMATCH", f"{at}.live_rows", live[0] == live[1]),
         ("ROW_MISMATCH", f"{at}.partial", src.get("partial", False) == dst.get("partial", False)),
         ("LAYOUT_OPAQUE", f"{at}.parts[{part}].encoding", a.get("encoding") == b.get("encoding")),
+        ("DTYPE_MISMATCH", f"{at}.parts[{part}].x_scales", a["dtype"] != b["dtype"] or same_scales(a, b)),
         ("LANE_MISMATCH", f"{at}.parts[{part}].lane_bytes", max(sizes) % min(sizes) == 0),
         ("LAYOUT_OPAQUE", f"{at}.rows", not any(p.get("encoding") for p in dst["parts"]) or whole[0] == whole[1]),
     ):

@@ -10,7 +10,7 @@ import numpy as np
 from kvproto.errors import PlanError
 from kvproto.planning.axes import axis_of
 from kvproto.planning.cache import BITS
-from kvproto.planning.conversion import converted, shared_name
+from kvproto.planning.conversion import converted, other_scale, shared_name
 from kvproto.planning.deals import deal_text, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import KINDS
@@ -150,6 +150,10 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
         same = a.lanes * sizes[0] == b.lanes * sizes[1] if code == ErrorCode.LANE_MISMATCH else mine == yours
         if not same:
             raise PlanError(code, where, mine, yours, _advice(code, a, b))
+    if (layer := other_scale(a, b)) is not None:
+        mine, yours = (f"scales of {'source' if p is a else 'sink'}, another of layer {layer}" for p in (a, b))
+        advice = "give both engines the same scales, or keep one cache in BF16 and let it be converted"
+        raise PlanError(ErrorCode.DTYPE_MISMATCH, f"{at}.x_scales", mine, yours, advice)
     if max(sizes) % min(sizes):
         mine, yours = map(str, sizes)
         raise PlanError(ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", mine, yours, "use an integer multiple")

@@ -87,6 +87,18 @@ def shared_name(a: Part, b: Part) -> str | None:
     return next((name for name in shared if {a.dtype, b.dtype} == {*CONVERSIONS[name][:2]}), None)
 
 
+def other_scale(a: Part, b: Part) -> int | None:
+    """The first layer of which two parts of one dtype state two scales; None if there is none (KVP-CNV-SCALES)."""
+    mine, yours = a.x_scales, b.x_scales
+    if a.dtype != b.dtype or mine is None or yours is None:
+        return None
+    if mine.size > 1 and yours.size > 1:  # else one of them is of all layers
+        size = min(mine.size, yours.size)
+        mine, yours = mine[:size], yours[:size]
+    differ = np.flatnonzero(mine != yours)
+    return int(differ[0]) if differ.size else None
+
+
 def scales_of(group: Group, index: int) -> int | None:
     """The part of a group that by its registered name scales the part of that index."""
     return _scaling(group).get(_registered(group.parts[index]))

@@ -82,7 +82,7 @@ def _not_stated(run: PrefillRun) -> None:
 
 
 @scenario("LIVE-1683", "a sink in another dtype that states conversions, of which the engine states none",
-          "KVP-CNV-BOTH", guards=_SILENT)  # fmt: skip
+          "KVP-PLAN-FIT", "KVP-CNV-BOTH", guards=_SILENT)  # fmt: skip
 def _alone(run: PrefillRun) -> None:
     """Of any engine: one that knows no conversions skips the fields, and plans as ever."""
     _refused(run, world.mirror(forms.restated(run.live.geometry)), _OFFERED)
@@ -103,7 +103,7 @@ def _gives_up(run: DecodeRun, geometry: dict[str, object], offered: tuple[str, .
 
 
 @scenario("LIVE-1691", "a source in another dtype that states conversions, of which the engine states none",
-          "KVP-CNV-BOTH", guards=_SILENT, role="sink")  # fmt: skip
+          "KVP-PLAN-FIT", "KVP-CNV-BOTH", guards=_SILENT, role="sink")  # fmt: skip
 def _alone_at_a_sink(run: DecodeRun) -> None:
     _gives_up(run, world.mirror(forms.restated(run.live.geometry)), _OFFERED)
     run.probe()
