@@ -27,6 +27,7 @@ class Settings:
         deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its ticket.
         description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
         weights: Names the weights, where both engines' folders do not: compared before any page moves.
+        convert: Whether rows may be converted between BF16 and FP8, where the other engine's are of the other type.
         pages: "strides", "whole", or "auto": as strides wherever these say where each byte of a page lies.
     """
 
@@ -37,6 +38,7 @@ class Settings:
     deadline: float = 60.0
     description: str | None = None
     weights: str | None = None
+    convert: bool = False
     pages: str = "auto"
 
     @classmethod
@@ -45,4 +47,6 @@ class Settings:
         made = checked(WHERE, cls, {"name": engine_id, **given}, producer, consumer)
         if made.get("pages", "auto") not in ("auto", "strides", "whole"):
             raise refuse(WHERE, "pages", '"auto", "strides" or "whole"', repr(made["pages"]), "leave it out")
+        if not isinstance(made.get("convert", False), bool):
+            raise refuse(WHERE, "convert", "true or false", repr(made["convert"]), "leave it out to convert nothing")
         return cls(**made)

@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 
 from .. import smollm2
-from ..cache.forms import FORMS, MODEL
+from ..cache.forms import MODEL
 from ..checkpoint import load_config
 from ..engine.sampling import SamplingParams
 from ..errors import EngineError
@@ -16,7 +16,6 @@ from .options import (
     COLD,
     DEAL,
     FRAMEWORKS,
-    KV_DTYPE,
     POOLS,
     SPECULATE,
     TRANSPORT_HELP,
@@ -25,6 +24,7 @@ from .options import (
     add_captured,
     add_dcp,
     add_models,
+    add_role_forms,
     add_spread,
     add_stages,
     checkpoint_folder,
@@ -120,11 +120,8 @@ def parse(argv: list[str] | None) -> DemoOptions:
         prog="make demo", description="Hand over the KV cache of a target and a draft for real text, and prove it."
     )
     add = parser.add_argument
-    add(
-        "--real",
-        action="store_true",
-        help="let SmolLM2-135M-Instruct (Apache-2.0) answer a batch of chats, page 16 to 32",
-    )
+    real = "let SmolLM2-135M-Instruct (Apache-2.0) answer a batch of chats, page 16 to 32"
+    add("--real", action="store_true", help=real)
     add("--prefill-tp", type=int, default=2, help="tensor-parallel ranks of the prefill engine (default 2)")
     add("--decode-tp", type=int, default=1, help="tensor-parallel ranks of the decode engine (default 1)")
     for role in ("prefill", "decode"):
@@ -142,8 +139,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add_dcp(parser)
     add_back_end(parser)
     add_captured(parser)
-    for role in ("prefill", "decode"):
-        add(f"--{role}-kv-dtype", choices=FORMS, default=MODEL, help=f"the {role} engine's {KV_DTYPE}")
+    add_role_forms(parser)
     add_models(parser)
     add("--transport", default="shm", metavar="NAME", help=TRANSPORT_HELP)
     gpus = "GPUs of its ranks, in turn; with --transport cuda (default: the {} half) or nixl (default: the host)"

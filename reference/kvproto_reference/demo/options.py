@@ -337,9 +337,7 @@ def _parser(role: str) -> argparse.ArgumentParser:
     add("--storage", metavar="PLACE", help=stores)
     part = "send computed rows early, once there are this many bytes (default 16 MiB)"
     add("--part", type=int, help=part)
-    add("--kv-dtype", choices=FORMS, default=MODEL, help=KV_DTYPE)
-    converts = "FP8 forms of the other engine's rows, into and from which these may be converted (feature CONVERT)"
-    add("--kv-converts", type=_names, default=(), metavar="NAME,...", help=converts)
+    add_forms(parser)
     add("--speculate", type=int, default=4, help=SPECULATE)
     most = "let requests ask for log probabilities, with those of the N likeliest tokens at most; as the other engine"
     add("--max-logprobs", type=int, metavar="N", help=most)
@@ -544,6 +542,20 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="element type of weights and caches; auto: as each config.json says (default float32)",
     )
+
+
+def add_forms(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the form of stored rows."""
+    parser.add_argument("--kv-dtype", choices=FORMS, default=MODEL, help=KV_DTYPE)
+    converts = "FP8 forms of the other engine's rows, into and from which these may be converted (feature CONVERT)"
+    parser.add_argument("--kv-converts", type=_names, default=(), metavar="NAME,...", help=converts)
+
+
+def add_role_forms(parser: argparse.ArgumentParser) -> None:
+    """Add those of the demo, one for each engine."""
+    for role in ("prefill", "decode"):
+        text = f"the {role} engine's {KV_DTYPE}"
+        parser.add_argument(f"--{role}-kv-dtype", choices=FORMS, default=MODEL, help=text)
 
 
 def add_spread(parser: argparse.ArgumentParser) -> None:

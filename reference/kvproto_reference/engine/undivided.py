@@ -44,6 +44,11 @@ class Result:
         return self.tokenizer.decode(self.tokens)
 
 
+def _models(made: Sequence[tuple[Runner, KVPool]]) -> tuple[Runner, Runner | None]:
+    """The target, and the draft if there is one."""
+    return made[0][0], made[1][0] if made[1:] else None
+
+
 class Undivided:
     """One engine with a target, an optional draft, and a pool of `pages` pages for each."""
 
@@ -96,10 +101,7 @@ class Undivided:
             form: [runner(model, folder, form) for model, folder in enumerate(folders)]
             for form in dict.fromkeys((decode_form, prefill_form))
         }
-        (self._target, self._draft), (target, draft) = (
-            (runners[0], runners[1] if runners[1:] else None)
-            for runners in ([each for each, _ in made[form]] for form in (decode_form, prefill_form))
-        )
+        (self._target, self._draft), (target, draft) = (_models(made[form]) for form in (decode_form, prefill_form))
         self._converting: list[tuple[KVPool, KVPool]] = []
         """Pools of prefill, each with that of decode which stores its rows in another form."""
         if prefill_form != decode_form:
