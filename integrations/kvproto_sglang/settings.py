@@ -37,6 +37,7 @@ class Settings:
         metadata: Decode: what prefill engines hand over beside pages, a name of `metadata.SETS`.
         description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
         weights: Names the weights, where both engines' folders do not: compared before any page moves.
+        convert: Whether rows may be converted between BF16 and FP8, where the other engine's are of the other type.
         facts: What is compared before any page moves, in place of what the engine says of itself.
     """
 
@@ -48,6 +49,7 @@ class Settings:
     metadata: str = "all"
     description: str | None = None
     weights: str | None = None
+    convert: bool = False
     facts: Mapping[str, str] | None = None
 
     @classmethod
@@ -66,6 +68,8 @@ class Settings:
             raise refuse(
                 VARIABLE, "metadata", f"one of {sorted(SETS)}", repr(made["metadata"]), 'leave it out for "all"'
             )
+        if not isinstance(made.get("convert", False), bool):
+            raise refuse(VARIABLE, "convert", "true or false", repr(made["convert"]), "leave it out to convert nothing")
         return cls(**made)
 
     def listen_of(self, replica: int, replicas: int) -> str:

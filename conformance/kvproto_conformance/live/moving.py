@@ -131,7 +131,7 @@ def content(
     if form.scales:
         width = 4 * form.blocks
         scales = values(label(seed, model, layer, form.scales, rows, first * width, end * width), "F32")
-    return np.stack(
+    made: Bytes = np.stack(
         [
             joined(
                 form.bytes_of(layer, lane.tobytes(), beside.tobytes())
@@ -140,6 +140,7 @@ def content(
             for row, beside_row in zip(held, scales, strict=True)
         ]
     )
+    return made
 
 
 def carried(piece: Piece, seed: str, lo: int, hi: int) -> Bytes:

@@ -178,7 +178,7 @@ def _divided(
     """Zeroed tensors of these types and shapes in one allocation, each at a multiple of 16 bytes."""
     sizes = [-(-math.prod(shape) * dtype.itemsize // 16) * 16 for dtype, shape in places.values()]
     whole = memory(sum(sizes), device)
-    for (key, (dtype, shape)), room in zip(places.items(), whole.split(sizes), strict=True):
+    for (key, (dtype, shape)), room in zip(places.items(), whole.split_with_sizes(sizes), strict=True):
         yield key, room[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvproto_conformance.live import forms, world
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.peer import Missed, Peer
@@ -50,11 +52,11 @@ for _number, (_world, _conversion, _transport) in enumerate(PAIRS):
     scenario(
         f"LIVE-{1661 + _number}", f"two requests of {_says}, every byte by the formulas", "KVP-CNV-EXACT",
         "KVP-CNV-PLAN", "KVP-CNV-VERIFY", guards=_CAST, world=_world, transport=_transport, extensions=_more,
-    )(lambda run, name=_conversion: _sends(run, name))  # fmt: skip
+    )(partial(_sends, conversion=_conversion))  # fmt: skip
     scenario(
         f"LIVE-{1671 + _number}", f"two fetches of {_says}, every byte as attention reads it", "KVP-CNV-PLAN",
         guards=_CAST, role="sink", world=_world, transport=_transport, extensions=_more,
-    )(lambda run, name=_conversion: _takes(run, name))  # fmt: skip
+    )(partial(_takes, conversion=_conversion))  # fmt: skip
 
 
 def _refused(run: PrefillRun, geometry: dict[str, object], offered: tuple[str, ...]) -> None:
