@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 
-from kvproto import LocalError, Pool, Prompt, RemoteError, Sink, Source, lay_out, new_ticket
+from kvproto import Cache, DType, LocalError, Pool, Prompt, RemoteError, Sink, Source, lay_out, new_ticket
 from kvproto.errors import ErrorCode
 from kvproto_engines.converting import converting
 from kvproto_engines.orders import Table
@@ -104,6 +104,15 @@ def test_other_elements_are_refused_by_name(backend: Backend, says: str) -> None
     with pytest.raises(LocalError, match=says) as caught:
         opened(backend)
     assert (caught.value.code, caught.value.path) == (ErrorCode.LAYOUT_UNSUPPORTED, "model.layers.0.attn")
+
+
+def test_rows_in_sections_are_refused_and_other_caches_stay_as_they_are() -> None:
+    """As vLLM's back end of the CPU keeps K; an index is no row of attention."""
+    split = Cache.mla("kv", 2, latent=32, rope=16, page=16, split=True)
+    with pytest.raises(LocalError, match="rows in sections"):
+        converting(split, "layer", [0, 1], [])
+    index = Cache.paged("index", 2, parts={"index": (DType.F8E4M3, 1, 128), "index_scale": (DType.F32, 1, 4)}, page=16)
+    assert converting(index, "layer", [0, 1], []) == index
 
 
 def test_the_setting_is_a_yes_or_no() -> None:

@@ -145,7 +145,9 @@ def content(
 
 def carried(piece: Piece, seed: str, lo: int, hi: int) -> Bytes:
     """The bytes [lo, hi) of the lane axis of a piece."""
-    return content(seed, piece.model, piece.layer, piece.name, [piece.row], lo, hi, piece.form)[0]
+    (held,) = content(seed, piece.model, piece.layer, piece.name, [piece.row], lo, hi, piece.form)
+    found: Bytes = held
+    return found
 
 
 def checksums(moved: Iterable[Piece], seed: str) -> Mapping[str, int]:
