@@ -106,11 +106,11 @@ def main() -> int:
     for form in FORMS:
         cases |= {f"to FP8 by {form}": (form, False), f"from FP8 by {form}": (form, True)}
     ways: dict[str, Timed] = {}
-    for name, (form, widens) in cases.items():
-        ways[name], ways[f"{name}, sum"] = way(copier, form, widens, args.tokens)
-        print(f"{name}: every byte as the host's", flush=True)
-    samples = warm_in_turn(ways, args.rounds)
     size = 2 * LAYERS * convert_host.HEADS * convert_host.DIM * args.tokens * 2
+    for name, (form, widens) in cases.items():
+        ways[name], ways[f"{name}, sum"] = run, _ = way(copier, form, widens, args.tokens)
+        print(f"{name}: every byte as the host's, {size / run() / 1e9:.0f} GB/s the first time", flush=True)
+    samples = warm_in_turn(ways, args.rounds)
     for name, seconds in samples.items():
         plain = median(samples["BF16 as it is, sum" if name.endswith("sum") else "BF16 as it is"])
         rate, share = size / median(seconds) / 1e9, plain / median(seconds)

@@ -41,6 +41,7 @@ LIVE = [
     "--extension", "intent", "--extension", "spans", "--extension", "epochs",
     "--extension", "curve", "--extension", "pull", "--extension", "large", "--extension", "catalogue",
     "--extension", "sleep", "--extension", "deals", "--extension", "sections", "--extension", "resume",
+    "--extension", "conversion",
     "--live-source", f"{sys.executable} {TESTEES / 'live_source.py'}",
     "--live-sink", f"{sys.executable} {TESTEES / 'live_sink.py'}",
     *(["--extension", "staged"] if importlib.util.find_spec("nixl") else []),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from bisect import bisect_left
 from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
@@ -86,6 +87,14 @@ def converted(source: Json, sink: Json) -> Json:
         for rank in source["ranks"]
     ]
     return source | {"groups": [changed[g["id"]][0] for g in source["groups"]], "ranks": ranks}
+
+
+def same_scales(a: Json, b: Json, layers: Iterable[int]) -> bool:
+    """Whether two parts state no two scales of one of these layers (KVP-CNV-SCALES)."""
+    mine, yours = (part.get("x_scales", ()) for part in (a, b))
+    if a["dtype"] != b["dtype"] or not mine or not yours:
+        return True
+    return all(mine[n if len(mine) > 1 else 0] == yours[n if len(yours) > 1 else 0] for n in layers)
 
 
 def _layers(side: Json, group: Json) -> set[str]:
@@ -177,11 +186,15 @@ def _e4m3(code: int) -> float:
     return math.copysign(size, -1 if code & 0x80 else 1)
 
 
+_FINITE = [_e4m3(code) for code in range(0x7F)]
+
+
 def _to_e4m3(y: float) -> int:
     if math.isnan(y):
         return 0x7F
     size = Fraction(min(abs(y), 448))
-    code = min(range(0x7F), key=lambda c: (abs(Fraction(_e4m3(c)) - size), c & 1))
+    above = bisect_left(_FINITE, size)  # the number that is as large or larger, and the one before
+    code = min(range(max(above - 1, 0), above + 1), key=lambda c: (abs(Fraction(_FINITE[c]) - size), c & 1))
     return code | (0x80 if math.copysign(1, y) < 0 else 0)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from kvproto_conformance.checking import check
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.codec.facts import LIMITS, OPTIONAL, PART_NAMES
-from kvproto_conformance.conversion import converted
+from kvproto_conformance.conversion import converted, same_scales
 from kvproto_conformance.electing import Piece, elect
 from kvproto_conformance.sections import lane, place
 
@@ -151,7 +151,10 @@ def _part(source: Json, sink: Json, group: Json, index: int, spent: _Spent) -> l
         have, want = _owners(source, model, part, first), _owners(sink, model, part, first, group["id"])
         if not have:
             raise Refusal("LAYER_MISSING" if known else "PART_MISSING", f"{at}.parts[{part}]")
+        theirs = next(p for p in have[0][1]["parts"] if p["name"] == part)
         _compare(have[0][1], group, part, at)
+        if not same_scales(theirs, group["parts"][index], some_layers):
+            raise Refusal("DTYPE_MISMATCH", f"{at}.parts[{part}].x_scales")
         _meet(have[0][1], group, f"{at}.parts[{part}]", at, spent)
         made = _families(have, want, group["parts"][index].get("encoding"), at, part)
         families += [(some_layers, *family) for family in made]

@@ -40,6 +40,14 @@ WORLDS: dict[str, list[Cache]] = {
         Cache.handoff("first", {"token": (DType.I32, 4)}),
     ],
 }
+_GQA: dict[str, Any] = {"kv_heads": 2, "head_dim": 32, "page": 16}
+for _name, _cache in (
+    ("bf16", Cache.gqa("kv", 2, **_GQA).converts("e4m3_tensor", "e4m3_block")),
+    ("fp8_tensor", Cache.gqa("kv", 2, dtype=DType.F8E4M3, **_GQA).converts(
+        "e4m3_tensor", scales={"k": 0.02, "v": [0.25, 0.01]})),
+    ("fp8_block", Cache.gqa("kv", 2, dtype=DType.F8E4M3, scale_block=16, **_GQA).converts("e4m3_block")),
+):  # fmt: skip
+    WORLDS[_name] = [_cache, Cache.handoff("first", {"token": (DType.I32, 4)})]
 WORLDS["latent"] = [cache for cache in WORLDS["mla"] if cache.group.name != "draft"]
 SLOTS, SLOT = 5, 704
 """Staging slots of a sink, and their bytes: a stream takes several, and rows lie over their ends."""

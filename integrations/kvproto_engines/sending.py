@@ -32,10 +32,10 @@ class Sending:
         source: Source,
         tables: Mapping[str, Table],
         logger: logging.Logger,
-        pace: Pace | None = None,
         patience: float = PATIENCE,
+        pace: Pace | None = None,
     ) -> None:
-        """`tables` says by group name what its page table is; `pace` counts the requests; `patience` is that of `GivenUp`."""
+        """`tables` says by group name what its page table is, `pace` counts the requests, `patience` is `GivenUp`'s."""
         self.source, self._tables, self._logger, self._pace = source, tables, logger, pace or Pace()
         self._preempted = GivenUp[int](logger, patience)
         self._busy: set[int] = set()

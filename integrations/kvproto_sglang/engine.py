@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from kvproto import Parallel, Pool, lay_out
+from kvproto_engines.converting import converting
 from kvproto_engines.facts import facts_of, weights_of
 from kvproto_sglang import metadata
 from kvproto_sglang.pools.classes import DRAFTS, SHARDED, state
@@ -102,6 +103,8 @@ def open_pool(engine: Engine, layout: Layout, settings: Settings, parts: str) ->
     if (device := torch.device(engine.pools[0].device)).type not in ("cpu", "cuda"):
         raise refused("device", "cpu or cuda", str(device))
     stated = [each for n in range(len(engine.pools)) for each in _of(engine, n, layout)]
+    if settings.convert:
+        stated = [_converting(each, engine) for each in stated]
     _check(engine, stated, layout.dcp)
     warm = len(engine.pools) > 1 and not settings.options.cold_draft
     page, names = engine.pools[0].page_size * layout.dcp, metadata.names_of(engine.buffers, parts, warm)
@@ -111,6 +114,10 @@ def open_pool(engine: Engine, layout: Layout, settings: Settings, parts: str) ->
     ]
     drafts = {name: value for each in told[1:] for name, value in each.items()}
     compared, warned = (told[0], drafts) if settings.options.cold_draft else (told[0] | drafts, {})
+    if settings.convert:  # an engine in BF16 has no scales; those that both state are compared (KVP-CNV-SCALES)
+        scaled = {name: value for name, value in compared.items() if name.startswith("kv_scales.")}
+        compared = {name: value for name, value in compared.items() if name not in scaled}
+        warned = warned | scaled
     geometry = lay_out(
         [each.cache for each in stated] + metadata.cache_of(engine.buffers, names),
         Parallel(tp=layout.tp, dcp=layout.dcp), layout.replica,
@@ -121,6 +128,14 @@ def open_pool(engine: Engine, layout: Layout, settings: Settings, parts: str) ->
     axes = {each.cache.group.name: each.axes for each in stated}
     tables = {each.cache.group.name: _table(each, engine) for each in stated}
     return Opened(Pool(geometry, tensors, rank=layout.rank, axes=axes), tables, names, page)
+
+
+def _converting(stated: Stated, engine: Engine) -> Stated:
+    """The same rows, which state the conversions that they may have."""
+    cache, ids = stated.cache, list(stated.cache.layers)
+    of_model = engine.scales[cache.group.model] if cache.group.model < len(engine.scales) else {}
+    scales = [of_model.get(layer, (1.0, 1.0)) for layer in ids]
+    return attrs.evolve(stated, cache=converting(cache, cache.group.name, ids, scales))
 
 
 def _depth(model: Any) -> int:

@@ -40,6 +40,7 @@ class Settings:
         probes: HOST:PORT of the probes of rank 0 of replica 0; rank r of replica n has the port 256 n + r further on.
         description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
         weights: Names the weights, where both engines' folders do not: compared before any page moves.
+        convert: Whether rows may be converted between BF16 and FP8, where the other engine's are of the other type.
         facts: What is compared before any page moves, in place of what the engine says of itself.
     """
 
@@ -53,6 +54,7 @@ class Settings:
     probes: str | None = None
     description: str | None = None
     weights: str | None = None
+    convert: bool = False
     facts: Mapping[str, str] | None = None
 
     @classmethod
@@ -71,6 +73,8 @@ class Settings:
             raise refuse(
                 VARIABLE, "metadata", f"one of {sorted(SETS)}", repr(made["metadata"]), 'leave it out for "all"'
             )
+        if not isinstance(made.get("convert", False), bool):
+            raise refuse(VARIABLE, "convert", "true or false", repr(made["convert"]), "leave it out to convert nothing")
         return cls(**made)
 
     def places_of(self, replica: int, replicas: int) -> tuple[Places, Places | None]:

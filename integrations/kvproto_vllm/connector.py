@@ -163,7 +163,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if self._roles[0]:
             listen, outside = (of_replica(each, self._replica) for each in (settings.listen, settings.advertise))
             source = Source(settings.name, opened.pool, listen or "", settings.options, advertise=outside)
-            self._sending = Sending(source, opened.tables, logger, self._pace)
+            self._sending = Sending(source, opened.tables, logger, pace=self._pace)
         sink = Sink(settings.name, opened.pool, dict(settings.sources), settings.options) if self._roles[1] else None
         whole = self._vllm_config.cache_config.enable_prefix_caching
         self._loading = Loading(sink, opened.tables, logger, whole, self._pace)

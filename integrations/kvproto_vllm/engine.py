@@ -13,13 +13,14 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvproto import LocalError, Parallel, Pool, lay_out
 from kvproto.errors import ErrorCode
+from kvproto_engines.converting import converting
 from kvproto_engines.facts import digest_of, rope_of, weights_of
 from kvproto_engines.orders import Table
 from kvproto_engines.stages import Key, Share, gatherer, in_step, joined, titles_of
 from kvproto_vllm.caches import Layers, Stated, check_sizes, state
 from kvproto_vllm.releases import conv_rows_first
 from kvproto_vllm.settings import Settings
-from kvproto_vllm.specs import RING, STATE, WINDOWS, dealt, heads_of, key_of, packed, specs_of
+from kvproto_vllm.specs import RING, STATE, WINDOWS, dealt, heads_of, key_of, packed, refused, specs_of
 from kvproto_vllm.states import order_of, states
 
 __all__ = ["Opened", "open_pool"]
@@ -72,8 +73,11 @@ def _open(
         made = []
         for key, (spec, names) in kinds.items():
             layers = _layers(config, kv_config, tensors, titles[key], key, spec, names)
-            caches = list(_stated(layers, key[1], dcp, strides))
+            caches = list(_stated(layers, key[1], dcp, strides, settings.convert))
             stated.extend(caches)
+            if pp > 1 and any(part.x_scales is not None for _, one in caches for part in one.cache.group.parts):
+                mine = "scales of all layers on each rank, as `convert` states them"
+                raise refused(layers.names[0], mine, f"{pp} pipeline stages")
             scales = layers.scales if getattr(spec, "kv_quant_mode", 0) and not packed(spec) else []
             made.append(Share(key, [each.cache for _, each in caches], scales, order_of(layers)))
         return made
@@ -83,6 +87,9 @@ def _open(
     stages = tuple(hi - lo for lo, hi in (get_pp_indices(depth, stage, pp) for stage in range(pp)))
     target, draft = _facts(config, settings, [shares[key] for key in titles])
     facts = (target, draft) if settings.options.cold_draft else (target | draft, {})
+    if settings.convert:  # an engine in BF16 has no scales; those that both state are compared (KVP-CNV-SCALES)
+        scaled = {name for name in facts[0] if name.startswith("kv_scales.")}
+        facts[1].update({name: facts[0].pop(name) for name in scaled})
     geometry = lay_out(
         [cache for key in titles for cache in shares[key].caches],
         Parallel(
@@ -132,7 +139,9 @@ def _layers(
     )  # fmt: skip
 
 
-def _stated(layers: Layers, index: int, dcp: int, strides: bool) -> Iterator[tuple[Table, Stated]]:
+def _stated(
+    layers: Layers, index: int, dcp: int, strides: bool, convert: bool
+) -> Iterator[tuple[Table, Stated]]:  # fmt: skip
     """The caches of a kind of layers, and the page table of each."""
     spec, kind = layers.spec, type(layers.spec).__name__
     made = states(layers, conv_rows_first()) if kind == STATE else [state(layers, strides)]
@@ -140,7 +149,8 @@ def _stated(layers: Layers, index: int, dcp: int, strides: bool) -> Iterator[tup
     chunk, span = (getattr(spec, name, 0) if window else 0 for name in ("attention_chunk_size", "sliding_window"))
     span += getattr(spec, "extra_retained_tokens", 0)  # which drafts may compute again
     for one in made:
-        cache = dealt(one.cache, spec, dcp)
+        cache = converting(one.cache, layers.names[0], layers.ids, layers.scales) if convert else one.cache
+        cache = dealt(cache, spec, dcp)
         table = Table(index, one.pages, window, kind in (STATE, RING), span, chunk, kind == RING)
         yield table, attrs.evolve(one, cache=cache)
 

@@ -30,6 +30,7 @@ class Settings:
         probes: HOST:PORT of the probes of rank 0 of replica 0; rank r of replica n has the port 256 n + r further on.
         description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
         weights: Names the weights, where both engines' folders do not: compared before any page moves.
+        convert: Whether rows may be converted between BF16 and FP8, where the other engine's are of the other type.
         pages: "strides", "whole", or "auto": as strides wherever these say where each byte of a page lies.
     """
 
@@ -42,6 +43,7 @@ class Settings:
     probes: str | None = None
     description: str | None = None
     weights: str | None = None
+    convert: bool = False
     pages: str = "auto"
 
     @classmethod
@@ -50,4 +52,6 @@ class Settings:
         made = checked(WHERE, cls, {"name": engine_id, **given}, producer, consumer)
         if made.get("pages", "auto") not in ("auto", "strides", "whole"):
             raise refuse(WHERE, "pages", '"auto", "strides" or "whole"', repr(made["pages"]), "leave it out")
+        if not isinstance(made.get("convert", False), bool):
+            raise refuse(WHERE, "convert", "true or false", repr(made["convert"]), "leave it out to convert nothing")
         return cls(**made)

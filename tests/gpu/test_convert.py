@@ -7,15 +7,19 @@ import attrs
 import numpy as np
 import pytest
 
-from kvproto import Options, Pool, Sink, new_ticket
+from kvproto import Cache, DType, Options, Pool, Sink, lay_out, new_ticket
 from kvproto.copying.execute import checksums, execute
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import RankLayout, Window
 from kvproto.errors import KvprotoError, LocalError
+from kvproto.planning.plan import plan
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import enable_peer
 from kvproto.transport.cuda.kernel import CopyJob
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.transport import CudaTransport
-from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import ErrorCode, Feature
 from tests import pools
 from tests.conversions import LAYERS, WORLDS, Engine, Rank, told, values, whole, widened
 from tests.door.test_conversion import PROMPT, handed_over, ranks_of, serving
@@ -52,6 +56,30 @@ def test_every_byte_is_that_of_the_host(devices: tuple[int, int], source: Engine
             assert copier.begin_checksums(program, place, is_sink)() == checksums(program, regions(rank), is_sink)
         here.close()
         there.close()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0123, 2.0**-80, 2.0**-100, 448.0, 3e38])
+@pytest.mark.parametrize("widens", [False, True])
+def test_every_number_is_that_of_the_host(scale: float, widens: bool) -> None:
+    """All BF16, infinite ones and NaN among them, and all codes of FP8; KVP-CNV-EXACT."""
+    shape: dict[str, Any] = {"kv_heads": 1, "head_dim": 32, "page": 16}
+    fp8 = Cache.gqa("kv", 1, dtype=DType.F8E4M3, **shape).converts("e4m3_tensor", scales={"k": scale, "v": scale})
+    sides = [lay_out([cache]) for cache in (Cache.gqa("kv", 1, **shape).converts("e4m3_tensor"), fp8)]
+    source, sink = sides[::-1] if widens else sides
+    pages = (1 << 16) // (16 * 32)
+    ends = [columns_without_gaps(geometry, 0, {0: pages}) for geometry in (source, sink)]
+    layouts = [RankLayout(geometry, 0, columns) for geometry, (columns, _) in zip((source, sink), ends, strict=True)]
+    window = {0: Window(0, 16 * pages, np.arange(pages))}
+    program = Pair(plan(source, sink, (Feature.CONVERT,)).between(0, 0), *layouts).lower(window, window)
+    kind = np.uint8 if widens else np.uint16
+    every = np.arange(ends[0][1] // np.dtype(kind).itemsize).astype(kind).view(np.uint8)
+    here, there = (DeviceMemory(length) for _, length in ends)
+    put(here, every)
+    copier = Copier(0)
+    copier.submit([CopyJob(copier.prepare(program, {0: here.address}, {0: there.address}), program.maps)]).wait()
+    wanted = np.zeros(ends[1][1], np.uint8)
+    execute(program, {0: memoryview(every)}, {0: memoryview(wanted)})
+    assert np.array_equal(get(there), wanted)
 
 
 def test_pairs_and_layers_share_a_launch() -> None:

@@ -207,6 +207,18 @@ def test_a_source_of_two_decode_engines_states_both() -> None:
         assert plan(here, engine.geometry(), CONVERT).routes
 
 
+@pytest.mark.parametrize("bits", [[0.011, 0.25, 3.5], [0.011]])
+def test_fp8_by_other_scales_is_refused_whatever_is_chosen(bits: list[float]) -> None:
+    """Both dtypes are equal, and what the bytes mean is not; KVP-CNV-SCALES."""
+    one = Engine("e4m3_tensor", 1, 4).geometry("e4m3_tensor")
+    (group,) = one.groups
+    parts = (attrs.evolve(group.parts[0], x_scales=np.array(bits, np.float32).view(np.uint32)), *group.parts[1:])
+    other = attrs.evolve(one, groups=(attrs.evolve(group, parts=parts),))
+    for features in ((), CONVERT):
+        assert refusal(one, other, *features) == (ErrorCode.DTYPE_MISMATCH, "groups[kv].parts[k].x_scales")
+        assert plan(one, one, features).routes
+
+
 def test_a_head_of_other_elements_is_refused() -> None:
     cache = Cache.gqa("kv", LAYERS, kv_heads=HEADS, head_dim=2 * DIM, page=4).converts("e4m3_block")
     code, path = refusal(lay_out([cache], Parallel(tp=2)), BLOCK.geometry(), *CONVERT)

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 from kvproto_conformance.live import moving, world
+from kvproto_conformance.live.forms import Form
 from kvproto_conformance.live.pull import PullSource
 from kvproto_conformance.live.scenario import Prompt, Run, handoff, rows_of, shares
 from kvproto_conformance.live.source import Asked, Source
@@ -138,7 +139,10 @@ class DecodeRun(Run):
             for layer in share["layers"] if rows else ():
                 for part in whole(group["parts"]):
                     width = int(part["lanes"]) * int(part["lane_bytes"])
-                    wanted = moving.label(prompt.seed, int(group["model"]), int(layer), part["name"], rows, 0, width)
+                    form = self.form(group, part["name"])
+                    wanted = moving.content(
+                        prompt.seed, int(group["model"]), int(layer), part["name"], rows, 0, width, form
+                    )
                     found = self.engine.ask("read", id=prompt.id, group=group["name"], layer=int(layer),
                                             part=part["name"], first=rows.start, count=len(rows))["data"]  # fmt: skip
                     for row, held in zip(rows, wanted, strict=True):
@@ -146,6 +150,12 @@ class DecodeRun(Run):
                         if found[at : at + width * 2] != held.tobytes().hex():
                             return f"{group['name']}, layer {layer}, part {part['name']}, row {row}"
         return ""
+
+    def form(self, group: Json, part: str) -> Form | None:
+        """The form of a part of the engine that the suite's last source converts; None if it states no conversion."""
+        sources = [peer for peer in self.peers if isinstance(peer, Source)]
+        homes = [home for home in sources[-1].geometry["groups"] if home["name"] == group["name"]]
+        return Form.of(homes[0], group, part)
 
     def lost(self, prompt: Prompt, *codes: str, seconds: float = 5.0, free: bool = True) -> None:
         """Check that the engine has given a fetch up by one of these codes."""

@@ -9,7 +9,9 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from kvproto_conformance.conversion import converted
 from kvproto_conformance.dcp import Deal
+from kvproto_conformance.live.forms import Form, joined, values
 from kvproto_conformance.lowering import Side
 from kvproto_conformance.planner import boxes
 from kvproto_conformance.sections import place
@@ -37,6 +39,8 @@ class Piece(NamedTuple):
     """The source's group."""
     name: str
     """The part's name."""
+    form: Form | None = None
+    """Of parts that state a conversion: what the bytes are made of."""
 
 
 class _Side(Side):
@@ -56,7 +60,8 @@ def side(geometry: Json, rank: int, columns: Iterable[Json] = (), windows: Itera
 
 def pieces(source: Json, sink: Json, pair: tuple[int, int], features: Iterable[str], wanted: Side) -> list[Piece]:
     """Pieces from one source rank to one sink rank for the windows of `wanted`, in the order of the packed stream."""
-    here = side(source, pair[0])
+    here = side(converted(source, sink) if "CONVERT" in features else source, pair[0])
+    homes = {group["id"]: group for group in source["groups"]}
     maps: dict[tuple[str, str, int, int], int] = {}
     rows: dict[tuple[str, str, int], list[int]] = {}
     found = []
@@ -69,8 +74,9 @@ def pieces(source: Json, sink: Json, pair: tuple[int, int], features: Iterable[s
             number = maps.setdefault((home, str(group), c, d), len(maps))
             if (home, str(group), c) not in rows:
                 rows[home, str(group), c] = list(_rows(here.groups[home], wanted, str(group), c))
+            form = Form.of(homes[home], wanted.groups[str(group)], name)
             found += [
-                Piece(model, layer, index, number, row, lo, hi, str(group), home, name)
+                Piece(model, layer, index, number, row, lo, hi, str(group), home, name, form)
                 for row in rows[home, str(group), c]
             ]
     return sorted(found)
@@ -113,6 +119,37 @@ def label(seed: str, model: int, layer: int, part: str, rows: npt.ArrayLike, lo:
     return (x >> np.uint64(40)).astype(np.uint8)
 
 
+def content(
+    seed: str, model: int, layer: int, part: str, rows: npt.ArrayLike, lo: int, hi: int, form: Form | None
+) -> Bytes:
+    """The bytes [rows, hi - lo] of a part of the sink that a hand-over has to bring; of a form, whole lanes."""
+    if form is None:
+        return label(seed, model, layer, part, rows, lo, hi)
+    first, end = lo // form.size, hi // form.size
+    held = values(label(seed, model, layer, form.name, rows, first * form.lane, end * form.lane), form.dtype)
+    scales = np.zeros((len(held), 0), np.uint8)
+    if form.scales:
+        width = 4 * form.blocks
+        scales = values(label(seed, model, layer, form.scales, rows, first * width, end * width), "F32")
+    made: Bytes = np.stack(
+        [
+            joined(
+                form.bytes_of(layer, lane.tobytes(), beside.tobytes())
+                for lane, beside in zip(row.reshape(end - first, -1), beside_row.reshape(end - first, -1), strict=True)
+            )
+            for row, beside_row in zip(held, scales, strict=True)
+        ]
+    )
+    return made
+
+
+def carried(piece: Piece, seed: str, lo: int, hi: int) -> Bytes:
+    """The bytes [lo, hi) of the lane axis of a piece."""
+    (held,) = content(seed, piece.model, piece.layer, piece.name, [piece.row], lo, hi, piece.form)
+    found: Bytes = held
+    return found
+
+
 def checksums(moved: Iterable[Piece], seed: str) -> Mapping[str, int]:
     """Feature VERIFY: the checksum of each of the sink's groups, of labelled bytes."""
     found: dict[str, int] = {}
@@ -120,7 +157,7 @@ def checksums(moved: Iterable[Piece], seed: str) -> Mapping[str, int]:
     for p in moved:
         if (p.lo, p.hi) not in lanes:
             lanes[p.lo, p.hi] = np.array([_mix(x) for x in range(p.lo, p.hi)], np.uint64)
-        held = label(seed, p.model, p.layer, p.name, [p.row], p.lo, p.hi)[0].astype(np.uint64)
+        held = carried(p, seed, p.lo, p.hi).astype(np.uint64)
         weight = _mix((p.row + _mix((p.model << 48) + (p.layer << 16) + p.part)) & _MASK)
         total = int((held * lanes[p.lo, p.hi]).sum(dtype=np.uint64)) * weight
         found[p.group] = (found.get(p.group, 0) + total) & _MASK

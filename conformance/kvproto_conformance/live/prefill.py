@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from kvproto_conformance.live import moving, world
+from kvproto_conformance.live.forms import dtype_of, values
 from kvproto_conformance.live.memory import began, boot_id, holds
 from kvproto_conformance.live.pull import PullSink
 from kvproto_conformance.live.scenario import Live, Prompt, Run, Scenario, handoff, rows_of, shares
@@ -109,6 +110,7 @@ class PrefillRun(Run):
                 for part in whole(group["parts"]):
                     width = int(part["lanes"]) * int(part["lane_bytes"])
                     data = moving.label(prompt.seed, int(group["model"]), int(layer), part["name"], rows, 0, width)
+                    data = values(data, dtype_of(group, part["name"]))
                     self.engine.ask("fill", id=prompt.id, group=group["name"], layer=int(layer), part=part["name"],
                                     first=rows.start, data=data.tobytes().hex())  # fmt: skip
 

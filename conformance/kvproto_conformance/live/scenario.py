@@ -21,7 +21,7 @@ NAME = "suite"
 """Of the suite where the engine knows it by its key."""
 STARTING = 180.0
 """Seconds that an engine may take to open: a GPU's, or one with NIXL on a machine that is busy, takes long."""
-NO_FEATURES = frozenset({"CURVE", "DEALS", "LARGE", "RESUME", "SLEEP"})
+NO_FEATURES = frozenset({"CONVERSION", "CURVE", "DEALS", "LARGE", "RESUME", "SLEEP"})
 """Extensions that are not features of a session."""
 
 

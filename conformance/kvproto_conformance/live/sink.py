@@ -356,7 +356,7 @@ class Sink(Peer):
         here = self.side(made)
         for piece in moved:
             for _, offset, lo, hi in moving.spans(here, piece.group, piece):
-                held = moving.label(seed, piece.model, piece.layer, piece.name, [piece.row], lo, hi)[0]
+                held = moving.carried(piece, seed, lo, hi)
                 self.image[offset : offset + hi - lo] = held
 
     def differs(self) -> str:

@@ -270,7 +270,7 @@ class Source(Peer):
         """Write into the engine's memory."""
         for piece in asked.moved:
             for region, offset, lo, hi in moving.spans(asked.side, piece.group, piece):
-                held = moving.label(seed, piece.model, piece.layer, piece.name, [piece.row], lo, hi)[0]
+                held = moving.carried(piece, seed, lo, hi)
                 asked.regions[region][offset : offset + hi - lo] = held
         if self.damages:
             piece = asked.moved[len(asked.moved) // 2]
@@ -279,9 +279,7 @@ class Source(Peer):
 
     def packed(self, asked: Asked, seed: str) -> bytes:
         """The packed stream."""
-        raw = bytearray().join(
-            moving.label(seed, p.model, p.layer, p.name, [p.row], p.lo, p.hi).tobytes() for p in asked.moved
-        )
+        raw = bytearray().join(moving.carried(p, seed, p.lo, p.hi).tobytes() for p in asked.moved)
         if self.damages:
             raw[len(raw) // 2] ^= 4
         return bytes(raw)

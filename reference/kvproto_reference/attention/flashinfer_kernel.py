@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..cache.forms import MODEL
 from ..cache.pool import KVPool
 from ..errors import EngineError
 from ..models import Rows
@@ -276,6 +277,8 @@ def lacks(pool: KVPool) -> str:
         return f"FlashInfer runs on CUDA, and the pool is on {pool.device}"
     if config.dtype not in ("bfloat16", "float16"):
         return f"FlashInfer supports bfloat16 and float16, not {config.dtype}"
+    if pool.form != MODEL:
+        return f"FlashInfer reads rows as the model makes them here, not {pool.form}"
     if config.kind == "mla" and (config.latent, config.rope_dim) != MLA_DIMS:
         return f"FlashInfer's MLA has rows of {MLA_DIMS}, not {(config.latent, config.rope_dim)}"
     if config.kind == "gqa" and config.head_dim not in GQA_DIMS:

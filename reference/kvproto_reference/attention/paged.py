@@ -59,7 +59,7 @@ class PagedAttention(Attention):
 
     def attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
         batch = self._batch
-        self.pool.write(layer, self._slots, rows)
+        rows = self.pool.write(layer, self._slots, rows)
         if self._alone and (out := self._kernel.alone(layer, q)) is not None:
             return out
         parts: list[Found] = []

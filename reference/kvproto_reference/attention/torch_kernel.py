@@ -98,11 +98,11 @@ class TorchKernel(Kernel):
         return (out[:, 0] if n == 1 else out[step.where]).to(q.dtype)
 
     def _rows(self, layer: int, part: str, rows: Tensor) -> Tensor:
-        return self._pool.tensors[layer, part].flatten(0, 2).index_select(0, rows).float()
+        return self._pool.read_rows(layer, part, rows).float()
 
     def _attend(self, layer: int, q: Tensor, positions: Tensor, table: Tensor, bounds: Tensor) -> Partial:
         """q [spans, n, heads, d], positions [spans, n], table [spans, pages], bounds [spans]."""
-        rows = {part: self._pool.tensors[layer, part][table].flatten(1, 2) for part in self._pool.config.parts}
+        rows = {part: self._pool.read(layer, part, table).flatten(1, 2) for part in self._pool.config.parts}
         k, v = self._keys_values(rows, self._group_heads)
         at = torch.arange(k.shape[1], device=q.device)
         there = (at < bounds[:, None])[:, None]

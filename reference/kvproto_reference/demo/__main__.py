@@ -157,6 +157,8 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
         back_end=options.back_end,
         cold=options.cold_draft == "zero",
         adapters=adapters_of(dict(options.adapter)),
+        prefill_form=options.prefill_kv_dtype,
+        decode_form=options.decode_kv_dtype,
     )
     asked = [(r.prompt.tokens, r.prompt.sampling) for r in served]
     encoder = Encoder(_encoder(options)) if options.images else None

@@ -8,6 +8,7 @@ from pathlib import Path
 import attrs
 
 from .. import smollm2
+from ..cache.forms import MODEL
 from ..checkpoint import load_config
 from ..engine.sampling import SamplingParams
 from ..errors import EngineError
@@ -23,6 +24,7 @@ from .options import (
     add_captured,
     add_dcp,
     add_models,
+    add_role_forms,
     add_spread,
     add_stages,
     checkpoint_folder,
@@ -58,6 +60,8 @@ class DemoOptions:
     replicate_q: bool = False
     back_end: str = "torch"
     captured: bool = False
+    prefill_kv_dtype: str = MODEL
+    decode_kv_dtype: str = MODEL
     target: str = "mla"
     draft: str = "gqa"
     dtype: str = "float32"
@@ -116,11 +120,8 @@ def parse(argv: list[str] | None) -> DemoOptions:
         prog="make demo", description="Hand over the KV cache of a target and a draft for real text, and prove it."
     )
     add = parser.add_argument
-    add(
-        "--real",
-        action="store_true",
-        help="let SmolLM2-135M-Instruct (Apache-2.0) answer a batch of chats, page 16 to 32",
-    )
+    real = "let SmolLM2-135M-Instruct (Apache-2.0) answer a batch of chats, page 16 to 32"
+    add("--real", action="store_true", help=real)
     add("--prefill-tp", type=int, default=2, help="tensor-parallel ranks of the prefill engine (default 2)")
     add("--decode-tp", type=int, default=1, help="tensor-parallel ranks of the decode engine (default 1)")
     for role in ("prefill", "decode"):
@@ -138,6 +139,7 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add_dcp(parser)
     add_back_end(parser)
     add_captured(parser)
+    add_role_forms(parser)
     add_models(parser)
     add("--transport", default="shm", metavar="NAME", help=TRANSPORT_HELP)
     gpus = "GPUs of its ranks, in turn; with --transport cuda (default: the {} half) or nixl (default: the host)"
@@ -252,6 +254,8 @@ def check(options: DemoOptions) -> None:
         (options.adapter and (options.tiers or options.images or options.trouble),
          "--adapter sends each prompt without an adapter and with each: leave --tiers, --images, --kill, --drain,"
          " --sleep and --pause out"),
+        (len({options.prefill_kv_dtype, options.decode_kv_dtype} - {MODEL}) > 1,
+         "two forms of FP8 are not converted into each other: choose one, or leave --prefill-kv-dtype out"),
         *(_dp_attention(options) if options.dp_attention else ()),
         *(_images(options) if options.images else ()),
     )  # fmt: skip

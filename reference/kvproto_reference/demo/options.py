@@ -15,6 +15,7 @@ from kvproto.options import Spread
 from ..adapters import NO_ADAPTERS, Adapters, adapters_of
 from ..attention.exchange import EXCHANGES, ON_CUDA
 from ..attention.flashinfer_kernel import KERNELS
+from ..cache.forms import FORMS, MODEL
 from ..cache.memory import Allocate, of_jax, shareable
 from ..cache.windows import needed
 from ..checkpoint import CHECKPOINTS, check_draft, load_config, shared_tokenizer, shipped_head
@@ -41,8 +42,14 @@ COLD = ("compute", "zero")
 """Ways to begin a draft that prefill lacks."""
 DP = "replicas in this engine that share the experts of the target, each with attention of its own (default 1)"
 SPECULATE = "tokens that the draft proposes per step; 0: no draft (default 4)"
+KV_DTYPE = "form of stored rows: as the model, or FP8 with one scale or one for each token and head (default model)"
 DEAL = "which rank stores each run: cyclic, zigzag, or R,R,... until the pattern repeats (default cyclic)"
 """The help text of every option that takes a deal."""
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Comma-separated names."""
+    return tuple(name for name in text.split(",") if name)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -333,6 +340,7 @@ def _parser(role: str) -> argparse.ArgumentParser:
     add("--storage", metavar="PLACE", help=stores)
     part = "send computed rows early, once there are this many bytes (default 16 MiB)"
     add("--part", type=int, help=part)
+    add_forms(parser)
     add("--speculate", type=int, default=4, help=SPECULATE)
     most = "let requests ask for log probabilities, with those of the N likeliest tokens at most; as the other engine"
     add("--max-logprobs", type=int, metavar="N", help=most)
@@ -470,6 +478,11 @@ def _check(role: str, args: argparse.Namespace) -> None:
         (kept and gpus, "--host-pages is of pools on the host: those of a GPU are not kept yet"),
         (kept and (vars(args).get("intent") or vars(args).get("spans")),
          "--host-pages takes all pages of a request at once: leave --intent and --spans out"),
+        (kept and (args.kv_dtype != MODEL or args.kv_converts),
+         "--host-pages keeps rows as the model is: leave --kv-dtype and --kv-converts out"),
+        (jax and args.kv_dtype != MODEL,
+         "--kv-dtype is torch's: --framework jax stores rows as the model is, which --kv-converts allows to convert"),
+        (flashinfer and args.kv_dtype != MODEL, "--kv-dtype is of --back-end torch: leave one of them out"),
         (captured and (jax or not gpus),
          "--captured is of torch on GPUs: it needs --transport cuda, or nixl with --devices, and no --framework jax"),
         (captured and shared, f"--captured needs {own}: ranks that share one add up over gloo, which no graph holds"),
@@ -535,6 +548,20 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="element type of weights and caches; auto: as each config.json says (default float32)",
     )
+
+
+def add_forms(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the form of stored rows."""
+    parser.add_argument("--kv-dtype", choices=FORMS, default=MODEL, help=KV_DTYPE)
+    converts = "FP8 forms of the other engine's rows, into and from which these may be converted (feature CONVERT)"
+    parser.add_argument("--kv-converts", type=_names, default=(), metavar="NAME,...", help=converts)
+
+
+def add_role_forms(parser: argparse.ArgumentParser) -> None:
+    """Add those of the demo, one for each engine."""
+    for role in ("prefill", "decode"):
+        text = f"the {role} engine's {KV_DTYPE}"
+        parser.add_argument(f"--{role}-kv-dtype", choices=FORMS, default=MODEL, help=text)
 
 
 def add_spread(parser: argparse.ArgumentParser) -> None:

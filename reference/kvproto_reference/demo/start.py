@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ..cache.forms import MODEL
 from ..errors import EngineError
 from . import decode, encode, prefill
 from .arguments import DemoOptions
@@ -54,6 +55,9 @@ def start(
     there += ["--draft-sharded"] if options.draft_sharded else []
     there += ["--replicate-q"] if options.replicate_q else []
     there += ["--captured"] if options.captured else []
+    forms = options.prefill_kv_dtype, options.decode_kv_dtype
+    for own, form, other in ((here, *forms), (there, *forms[::-1])):
+        own += ["--kv-dtype", form] if form != MODEL else ["--kv-converts", other] if other != MODEL else []
     places: dict[str, str] = {}
     if options.tcp or options.namespaces:
         address = free_address(options.prefill_dp, options.prefill_pp * options.prefill_cp * options.prefill_tp)

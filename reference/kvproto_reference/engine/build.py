@@ -81,7 +81,8 @@ def torch_hosted(
             ahead = 0 if config.head is None else 1
             runners.append(Elsewhere(own, config.vocab, shard, device, ahead))
             continue
-        cache = caches[name] = KVPool.allocate(config, pages, group.rows, place, device, memory)
+        form = layout.kv_dtype
+        cache = caches[name] = KVPool.allocate(config, pages, group.rows, place, device, memory, form=form)
         if config.hybrid:
             beside = HybridPools.allocate(config, pages, shard, place, device, memory, window_pages)
         loaded = checkpoint.load_either(folder, folders[0], place, dtype=config.dtype, device=device)

@@ -46,7 +46,7 @@ class _Context(Attention):
         self._kernel.plan(batch)
 
     def attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
-        self.pool.write(layer, self._places, rows)
+        rows = self.pool.write(layer, self._places, rows)
         among = {part: self._gather(new, self._owners) for part, new in rows.items()}
         parts = [self._kernel.new(q, among, self._own)]
         if self._batch.prefix:  # the same on all ranks

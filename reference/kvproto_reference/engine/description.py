@@ -12,6 +12,7 @@ from kvproto import Block, Cache, DType, Geometry, ItemKind, Parallel, Pool, lay
 
 from ..adapters import NO_ADAPTERS, Adapters, digest_of
 from ..cache import NOTHING, HybridPools, KVPool, Shard
+from ..cache.forms import FORMS, MODEL, TENSOR_SCALE
 from ..cache.states import CONV, SSM
 from ..cache.windows import window_table
 from ..checkpoint import check_draft, fingerprint
@@ -32,7 +33,7 @@ DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """The division of an engine's caches over its ranks."""
+    """The division of an engine's caches over its ranks, and the form in which they store rows."""
 
     dp: int = 1
     """Replicas of which the engine consists: each attends to its own requests, and all share the target's experts."""
@@ -56,6 +57,10 @@ class Layout:
     """Whether each rank projects the queries of its whole DCP group, so that none have to be gathered."""
     exchange: str = "a2a"
     """The way in which DCP ranks merge: a name of `attention.exchange.EXCHANGES`."""
+    kv_dtype: str = MODEL
+    """The form of the rows of all models: a name of `cache.forms.FORMS`; one of FP8 states that it is converted to."""
+    kv_converts: tuple[str, ...] = ()
+    """The forms of FP8 into and from which another engine's rows may be converted, where these are as the model is."""
 
     @property
     def parallel(self) -> Parallel:
@@ -95,7 +100,11 @@ class Layout:
         return [(i % self.pp, range(lo, hi)) for i, (lo, hi) in enumerate(self.parallel.bounds(layers))]
 
     def check(self, configs: Sequence[ModelConfig]) -> None:
-        """Raise EngineError if the heads or layers of the target or of a draft cannot be divided over the ranks."""
+        """Raise EngineError if the heads or layers of the target or of a draft cannot be divided over the ranks.
+
+        And for caches in FP8 of a model that is not in bfloat16, or a hybrid.
+        """
+        self._check_form(configs)
         chunks, layers = self.pp * self.virtual, configs[0].layers
         for wrong, says in (
             (
@@ -121,6 +130,18 @@ class Layout:
             self._check_experts(configs[0])
         for model, config in enumerate(configs):
             kv_head_range(config, self.place(model, TensorParallel(0, self.shares(model))))
+
+    def _check_form(self, configs: Sequence[ModelConfig]) -> None:
+        converts, fp8 = bool(self.kv_converts), self.kv_dtype != MODEL
+        for wrong, says in (
+            (not set(self.kv_converts) <= {*FORMS} - {MODEL}, f"--kv-converts names {', '.join(FORMS[1:])}"),
+            (converts and fp8, "--kv-converts is of rows in bfloat16: an FP8 cache states its own conversion"),
+            ((converts or fp8) and {config.dtype for config in configs} != {"bfloat16"},
+             "FP8 is converted to and from bfloat16: choose --dtype bfloat16"),
+            (fp8 and configs[0].hybrid, "the pools of a hybrid model are as the model is: leave --kv-dtype out"),
+        ):  # fmt: skip
+            if wrong:
+                raise EngineError(says)
 
     def _check_experts(self, target: ModelConfig) -> None:
         """Raise EngineError for experts that replicas cannot share."""
@@ -237,6 +258,10 @@ def _states(config: ModelConfig, layout: Layout) -> list[Cache]:
 def cache(model: int, config: ModelConfig, layout: Layout, page_size: int, name: str | None = None) -> Cache:
     """The rows of the target (0) or the draft (1): of layers that attend to all tokens, or those of group WINDOW."""
     windowed, name, dtype = name == WINDOW, name or (TARGET, DRAFT)[model], DTYPES[config.dtype]
+    form, scales = layout.kv_dtype, None
+    if form != MODEL:
+        dtype, scales = DType.F8E4M3, dict.fromkeys(config.parts, TENSOR_SCALE) if form == "e4m3_tensor" else None
+    block = config.row_dim if form == "e4m3_block" else None
     layers = config.row_layers(windowed)
     size = layout.shares(model)
     ranks = [layout.place(model, TensorParallel(rank, size)) for rank in range(size)]
@@ -244,7 +269,14 @@ def cache(model: int, config: ModelConfig, layout: Layout, page_size: int, name:
     shares = [kv_head_range(config, place) for place in ranks][:: ranks[0].dcp]
     if config.kind == "mla":
         made = Cache.mla(
-            name, layers, latent=config.latent, rope=config.rope_dim, page=page_size, dtype=dtype, model=model
+            name,
+            layers,
+            latent=config.latent,
+            rope=config.rope_dim,
+            page=page_size,
+            dtype=dtype,
+            scale_block=block,
+            model=model,
         )
     else:
         made = Cache.gqa(
@@ -254,8 +286,11 @@ def cache(model: int, config: ModelConfig, layout: Layout, page_size: int, name:
             head_dim=config.head_dim,
             page=page_size,
             dtype=dtype,
+            scale_block=block,
             model=model,
         ).divided(shares)
+    if names := layout.kv_converts if form == MODEL else (form,):
+        made = made.converts(*names, scales=scales)
     if windowed:
         return made.replicated()
     if model and layout.draft_tp:

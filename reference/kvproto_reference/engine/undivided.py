@@ -15,6 +15,7 @@ from kvproto import lay_out
 from .. import checkpoint
 from ..adapters import NO_ADAPTERS, Adapters, chosen, load_adapters
 from ..cache import HybridPools, KVPool, PageAllocator, Shard
+from ..cache.forms import MODEL
 from ..cache.windows import needed
 from ..models import head_among
 from ..tokenizer import BYTES, Tokenizer
@@ -43,6 +44,11 @@ class Result:
         return self.tokenizer.decode(self.tokens)
 
 
+def _models(made: Sequence[tuple[Runner, KVPool]]) -> tuple[Runner, Runner | None]:
+    """The target, and the draft if there is one."""
+    return made[0][0], made[1][0] if made[1:] else None
+
+
 class Undivided:
     """One engine with a target, an optional draft, and a pool of `pages` pages for each."""
 
@@ -61,8 +67,14 @@ class Undivided:
         back_end: str = "torch",
         cold: bool = False,
         adapters: Adapters = NO_ADAPTERS,
+        prefill_form: str = MODEL,
+        decode_form: str = MODEL,
     ) -> None:
-        """With `cold`, the draft begins without rows of the prompt: they are zero, and what a head reads of it is."""
+        """With `cold`, the draft begins without rows of the prompt: they are zero, and what a head reads of it is.
+
+        The forms are those in which prefill and decode store rows (`cache.forms`): if they differ, rows of a prompt are
+        stored in that of decode once it is computed, as a pair of engines that converts has them.
+        """
         self._cold = cold
         self._chunk = chunk
         self._adapters = adapters
@@ -72,26 +84,36 @@ class Undivided:
         checkpoint.check_draft(folders, configs)
         head = head_among(configs)
 
-        def runner(model: int, folder: Path) -> Runner:
+        def runner(model: int, folder: Path, form: str) -> tuple[Runner, KVPool]:
             loaded = checkpoint.load_either(folder, target_dir, dtype=dtype, device=device)
             (group,) = lay_out([cache(model, loaded.config, Layout(), page_size)]).groups
-            pool = KVPool.allocate(loaded.config, pages, page_size, device=device)
+            pool = KVPool.allocate(loaded.config, pages, page_size, device=device, form=form)
             taps = head.taps if head and not model else ()
             shard = Shard(group, 0)
             beside = HybridPools.allocate(loaded.config, pages, shard, device=device)
             loras = load_adapters(NO_ADAPTERS if model else adapters, loaded.config, loaded.tp, device)
-            return torch_runner(loaded, pool, shard, back_end=back_end, taps=taps, beside=beside, loras=loras)
+            made = torch_runner(loaded, pool, shard, back_end=back_end, taps=taps, beside=beside, loras=loras)
+            return made, pool
 
         self.rounds = checkpoint.load_config(target_dir, dtype).dtype != "float32"
         """Whether the last bits of logits depend on what else was in a step."""
-        self._target = runner(0, target_dir)
-        self._draft = runner(1, draft_dir) if draft_dir is not None else None
+        made = {
+            form: [runner(model, folder, form) for model, folder in enumerate(folders)]
+            for form in dict.fromkeys((decode_form, prefill_form))
+        }
+        (self._target, self._draft), (target, draft) = (_models(made[form]) for form in (decode_form, prefill_form))
+        self._converting: list[tuple[KVPool, KVPool]] = []
+        """Pools of prefill, each with that of decode which stores its rows in another form."""
+        if prefill_form != decode_form:
+            both = zip(made[prefill_form], made[decode_form], strict=True)
+            self._converting = [(prefill, decode) for (_, prefill), (_, decode) in both][: 1 if cold else 2]
         models = 1 if self._draft is None else 2
         self._window = min(needed(configs[0], page_size, max(chunk, k + 1)), pages)
         """Pages in which the sliding windows of a sequence move; 0 without such."""
         self._pages = [PageAllocator(pages, seed + model) for model in range(models + bool(self._window))]
         self._decoder = SpeculativeDecoder(self._target, self._draft, k)
-        self._prefiller = Prefiller(self._target, None if cold else self._draft, chunk)
+        self._prefill = target
+        self._prefiller = Prefiller(target, None if cold else draft, chunk)
         self._decoding: list[TokenSequence] = []
         self._exact: Undivided | None = None
         """The target in 32 bits, where this engine rounds."""
@@ -164,6 +186,8 @@ class Undivided:
         for sequence in self._prefiller.step():
             if self._cold and sequence.hidden is not None:
                 sequence.hidden = torch.zeros_like(sequence.hidden)
+            for model, pages in enumerate(sequence.tables[:2]):
+                self._store(model, pages)
             self._decoding.append(sequence)
         if self._decoding:
             self._decoder.step(self._decoding)
@@ -178,6 +202,11 @@ class Undivided:
         for pages, table in zip(self._pages, sequence.tables, strict=False):  # none, if it has ended before
             pages.free(table)
         sequence.tables = []
+
+    def _store(self, model: int, pages: Sequence[int]) -> None:
+        """Store these pages of a prompt in the form of decode."""
+        for prefill, decode in self._converting[model : model + 1]:
+            decode.take(prefill, pages)
 
     def pages_of(self, prompt: int, max_new: int) -> int:
         """Pages of either pool that a prompt of `prompt` tokens needs with its continuation."""
@@ -201,13 +230,18 @@ class Undivided:
         ids = [*prompt, *found]
         pages = self._pages[0].allocate(self._target.shard.pages(len(ids)))
         window = self._pages[-1].allocate(self._window) if self._window else []
+        start, last = 0, len(ids) - 1
         try:
-            for start in range(0, len(ids) - 1, self._chunk):
-                stop = min(start + self._chunk, len(ids) - 1)
+            while start < last:
+                runner, end = (self._target, last) if start >= len(prompt) else (self._prefill, min(len(prompt), last))
+                stop = min(start + self._chunk, end)
                 piece = Chunk(ids[start:stop], start, pages, every=True, window=window, adapter=adapter)
-                logits = self._target.run([piece])
+                logits = runner.run([piece])
                 for place in range(max(start, len(prompt) - 1), stop):
                     yield logits.row(place - start)
+                start = stop
+                if start == len(prompt):
+                    self._store(0, pages)
         finally:
             self._pages[0].free(pages)
             self._pages[-1].free(window)

@@ -2,6 +2,7 @@
 
 from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in which they run
     catalogue,
+    conversions,
     crowds,
     decode_checks,
     decode_days,
