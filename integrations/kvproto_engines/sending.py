@@ -35,7 +35,7 @@ class Sending:
         pace: Pace | None = None,
         patience: float = PATIENCE,
     ) -> None:
-        """`tables` says by group name what its page table is; `pace` counts the requests; `patience` is that of `GivenUp`."""
+        """`tables` says by group name what its page table is; `pace` counts requests; `patience`: that of `GivenUp`."""
         self.source, self._tables, self._logger, self._pace = source, tables, logger, pace or Pace()
         self._preempted = GivenUp[int](logger, patience)
         self._busy: set[int] = set()
