@@ -182,12 +182,19 @@ class Connected:
         warnings: Facts that differ but are allowed to: name, the source's value, the sink's value.
         unstated: Facts of the registry that should be compared but that neither side states, such as "weights.target":
             if it is among them, two models that differ only in their weights are taken for one.
+        version: Of the session's messages, such as "1.0".
+        features: Of the session, by name.
+        transports: At a Sink, by name, those through which bytes of the source reach it; empty at
+            a Source, which agrees on a plan before memory is registered.
     """
 
     peer: str
     plan: Plan = attrs.field(repr=False)
     warnings: tuple[tuple[str, str, str], ...] = ()
     unstated: tuple[str, ...] = ()
+    version: str = ""
+    features: tuple[str, ...] = ()
+    transports: tuple[str, ...] = ()
 
 
 @attrs.frozen

@@ -16,6 +16,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "kvproto_suspicions_total": ("counter", (), "Times that a peer became suspect."),
     "kvproto_resends_total": ("counter", (), "Requests of the session that were sent again because no answer had arrived (KVP-SES-RESEND)."),
     "kvproto_refusals_total": ("counter", ("by", "code",), "Hello, Describe and Register messages that were refused, and frames that broke the protocol."),
+    "kvproto_build_info": ("gauge", ("version", "spec",), "1, with the versions of the implementation and of the specification."),
     "kvproto_tier_pages_total": ("counter", ("what",), "Pages that a rank keeps, or would keep, by what became of them; this includes the reasons why hits are shorter than they could be. [item]"),
     "kvproto_tier_failures_total": ("counter", ("of",), "Copies of pages, and calls to storage, that failed; each made hits shorter, and none made anything wrong."),
     "kvproto_tier_bytes_total": ("counter", ("way", "group",), "Bytes of pages that went from one tier to another; `group` is the component, by its name in the rank's own Description. [byte]"),

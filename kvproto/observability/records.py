@@ -75,6 +75,8 @@ _FIELDS: dict[str, Callable[[Any], Record]] = {
     "peer": lambda peer: {"peer": shown(peer)},
     "reason": lambda reason: {"reason": shown(reason)},
     "by_us": lambda by_us: {"by": "us" if by_us else "peer"},
+    "features": lambda names: {"features": shown(",".join(names))},
+    "transports": lambda names: {"transports": ",".join(names)} if names else {},
     "warnings": lambda facts: {"differ": shown(", ".join(f"{n} {a} / {b}" for n, a, b in facts))} if facts else {},
     "unstated": lambda facts: {"not_compared": shown(", ".join(facts))} if facts else {},
 }
@@ -91,7 +93,7 @@ RECORDS: dict[type, tuple[int, tuple[str, ...]]] = {
     e.Freed: (logging.DEBUG, ("request",)),
     e.Undelivered: (logging.WARNING, ("request", "lost")),
     e.Expired: (logging.WARNING, ("request",)),
-    e.Connected: (logging.INFO, ("peer", "warnings", "unstated")),
+    e.Connected: (logging.INFO, ("peer", "version", "features", "transports", "warnings", "unstated")),
     e.Disconnected: (logging.INFO, ("peer", "reason")),
     e.Suspected: (logging.WARNING, ("peer",)),
     e.Recovered: (logging.INFO, ("peer",)),

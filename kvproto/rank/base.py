@@ -12,6 +12,7 @@ from itertools import starmap
 from types import NoneType
 from typing import Any, Protocol
 
+from kvproto import __version__
 from kvproto.closing import Closing
 from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole, wrong_type
 from kvproto.events import Event, PoolFree
@@ -30,6 +31,7 @@ from kvproto.session import Party, new_incarnation
 from kvproto.session.records import Counters
 from kvproto.transport.base import Transport
 from kvproto.transport.loading import opened
+from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode
 
 _KEPT = 4096
@@ -296,6 +298,7 @@ class EngineRank(Closing):
     def _gauges(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
         """On the node: each gauge's metric, the values of its labels, and its value now."""
         census = self._node.census()
+        yield "kvproto_build_info", (__version__, tables.SPEC), 1
         yield "kvproto_in_flight", (), sum(not handle.done for handle in list(self._handles()))
         yield "kvproto_draining", (), int(self._draining)
         yield "kvproto_peers", (), census.peers

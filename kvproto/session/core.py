@@ -26,7 +26,7 @@ from kvproto.session.records import Attempt, PendingMessage
 from kvproto.session.table import TRANSFER, TRANSFER_FEATURES, SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import encode, tables
 from kvproto.wire import messages as m
-from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import ErrorCode, Feature, word
 
 Handlers = tuple[tuple[type, Any], ...]
 """Pairs of a message class and its handler, a method that is called with the message and `now`."""
@@ -202,7 +202,8 @@ class Session:
                 self._described, self.theirs = Described(source, sink, planned.plan, ranks), theirs
                 warnings = tuple(differences(source.geometry, sink.geometry))
                 missing = unstated(source.geometry, sink.geometry)
-                self.tell(Connected(self.name, planned.plan, warnings, missing))
+                version, features = f"{tables.MAJOR}.{self.minor}", tuple(word(Feature, f) for f in self.features)
+                self.tell(Connected(self.name, planned.plan, warnings, missing, version, features))
             then(planned if isinstance(planned, KvprotoError) else None)
             for extension in self._extensions.values():
                 extension.planned()

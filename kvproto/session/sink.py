@@ -48,6 +48,8 @@ class SinkSession(Session):
         """`proving`: transports with which the writer's death is proof; `replica` and `rank` are who must answer."""
         super().__init__(host, conn)
         self.endpoints: dict[int, str] = {}
+        self.transport: int | None = None
+        """The transport that the source chose last; None before that."""
         """The addresses of the ranks of the source's replica, by rank."""
         self.owner = Owner(self, Access.WRITE)
         self.transfers = SinkTransfers(self)
@@ -233,6 +235,7 @@ class SinkSession(Session):
         if message.transport not in offered:
             mine, yours = str(sorted(offered)), str(message.transport)
             raise RemoteError(ErrorCode.NO_TRANSPORT, "transport", mine, yours, "take a transport of the handles")
+        self.transport = int(message.transport)
         if Feature.PULL in self.features:
             return self.part(SinkPull)
         delivery: SinkPush = SinkPush(self)

@@ -32,7 +32,7 @@ from kvproto.session.table import SessionState, TransferState
 from kvproto.session.timers import SharedTimers, Timer, Timers
 from kvproto.wire import decode, encode
 from kvproto.wire import messages as m
-from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
+from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport, word
 
 _STREAM_FEATURES = frozenset({Feature.STAGED, Feature.INLINE})
 _AWAITED = {SessionState.GREETED: "Hello", SessionState.DESCRIBING: "Describe", SessionState.REGISTERING: "Register"}
@@ -245,6 +245,12 @@ class SinkEndpoint(Endpoint):
         """The features that all sessions have."""
         first, *others = {session.features for session in self.sessions.values()} or {tuple(Feature)}
         return tuple(f for f in first if all(f in features for features in others)) if others else first
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The transports of all ranks, by name."""
+        used = {session.transport for session in self._ranks.values()}
+        return tuple(sorted(word(Transport, code).lower() for code in used if code is not None))
 
     def streamed(self, transfer: SinkTransfer | None = None) -> dict[int, int]:
         """The transport of each source rank whose bytes come as a stream; for a transfer, as when it was requested."""

@@ -345,7 +345,8 @@ class SourceLink:
 
     def ready(self) -> None:
         if self._agreed is not None:
-            self.report(self._agreed)  # the engine learns of a plan when it can be used
+            # the engine learns of a plan when it can be used
+            self.report(attrs.evolve(self._agreed, transports=self.endpoint.transports))
 
     def attest(self, attestation: bytes, holds: bool) -> None:
         (attestations.add if holds else attestations.drop)(attestation)

@@ -178,3 +178,22 @@ def test_of_two_sinks_of_one_name_the_survivor_recovers(tmp_path: Path, monkeypa
         request, fetch = both.asked([9, 0, 5])
         request.finish({"kv": [3, 1, 2]})
         both.ends(fetch)
+
+
+@pytest.mark.parametrize(
+    ("options", "transports", "feature"),
+    [
+        (STEPPED, ("shm",), "VERIFY"),
+        (Options(thread=False, transports="inline"), ("inline",), "INLINE"),
+        (Options(thread=False, pull=True), ("shm",), "PULL"),
+    ],
+)
+def test_a_session_says_its_version_features_and_transports(
+    tmp_path: Path, options: Options, transports: tuple[str, ...], feature: str
+) -> None:
+    address = address_in(tmp_path)
+    with Source("prefill", filled(), address, options) as source, decode(address, options) as sink:
+        events = [*until(sink, lambda: sink.ready, source), *sink.step(0.0)]
+        (connected,) = [event for event in events if isinstance(event, Connected)]
+    assert (connected.version, connected.transports) == ("1.0", transports)
+    assert feature in connected.features

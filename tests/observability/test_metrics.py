@@ -11,11 +11,13 @@ import zmq
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+import kvproto
 import kvproto.session.limits
 from kvproto import Fetch, LocalError, Options, Pool, Sink, new_ticket
 from kvproto import events as told
 from kvproto.metrics import Collector
 from kvproto.wire import messages as m
+from kvproto.wire.tables import SPEC
 from tests.door.doors import GEOMETRY, PAGES, PROMPT, Two, two
 from tools.specgen.registry import load
 
@@ -92,7 +94,9 @@ def test_they_are_named_as_the_registry_says(tmp_path: Path) -> None:
             assert sample.labels.keys() == labels
             assert sample.labels["role"] in row["roles"]
             for label in row["labels"]:
-                assert sample.labels[label] in registry["metric_label"].get(label, {"", "kv"})
+                assert sample.labels[label] in registry["metric_label"].get(
+                    label, {"", "kv", kvproto.__version__, SPEC}
+                )
     ends = [
         s.labels["le"]
         for s in families["kvproto_phase_seconds"].samples
@@ -115,6 +119,12 @@ def test_transfers_bytes_and_phases(tmp_path: Path) -> None:
             assert found["kvproto_phase_seconds_count", role, phase] == 3
             assert 0 < found["kvproto_phase_seconds_sum", role, phase] < 60
     assert found["kvproto_requests_total", "source", "freed"] == 3
+
+
+def test_each_rank_says_which_software_it_runs(tmp_path: Path) -> None:
+    with two(tmp_path, SEEN) as both:
+        for role, series in (("source", values(both.source)), ("sink", values(both.sink))):
+            assert series["kvproto_build_info", role, SPEC, kvproto.__version__] == 1
 
 
 def test_what_is_lost_has_its_code(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class Pair:
     ) -> None:
         place = f"ipc://{folder}/p"
         self.pools = filled(), filled()
-        self.sending = Sending(Source("p", self.pools[0], place, options), {"kv": table}, LOGGER, patience)
+        self.sending = Sending(Source("p", self.pools[0], place, options), {"kv": table}, LOGGER, patience=patience)
         self.sink = Sink("d", self.pools[1], {"p": place}, options)
         self.loading = Loading(self.sink, {"kv": table}, LOGGER, whole)
         self.freed: set[str] = set()

@@ -110,7 +110,7 @@ def _parts(facts: Facts) -> None:
 
 
 def _metrics(facts: Facts) -> None:
-    known, buckets = {*facts["metric_label"], "code", "group"}, facts["metric_buckets"]["second"]
+    known, buckets = {*facts["metric_label"], "code", "group", "version", "spec"}, facts["metric_buckets"]["second"]
     for name, row in facts["metric"].items():
         _keys(row, {"type", "unit", "roles", "labels", "since", "doc"}, set(), f"metric {name}")
         _need(row["type"] in ("counter", "gauge", "histogram"), f"metric {name}: type")

@@ -189,7 +189,8 @@ def metrics(facts: Facts) -> str:
     out += ["", "| label | value | meaning |", "|---|---|---|"]
     for name, values in facts["metric_label"].items():
         out += [f"| `{name}` | `{value}` | {doc} |" for value, doc in values.items()]
-    out += ["| `code` | names of [errors](errors.md) | |", "| `group` | names of the side's own groups | |", ""]
+    out += ["| `code` | names of [errors](errors.md) | |", "| `group` | names of the side's own groups | |"]
+    out += ["| `version`, `spec` | versions of this side's own software | |", ""]
     return "\n".join([*out, f"Buckets, in seconds: {', '.join(f'{b:g}' for b in facts['metric_buckets']['second'])}."])
 
 
