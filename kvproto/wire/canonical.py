@@ -15,10 +15,10 @@ import numpy as np
 from msgpack import ExtType, packb, unpackb
 
 from kvproto.wire import enums, tables
-from kvproto.wire.fields import DTYPES, count_values, ends, ext, handler, integers
-from kvproto.wire.reader import Fault
+from kvproto.wire.fields import DTYPES, Fault, count_values, ends, ext, handler, integers
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
+from kvproto.wire.writer import MAKERS
 
 LARGEST = 1 << 16
 """The largest body that becomes objects before it is checked, in bytes."""
@@ -105,15 +105,6 @@ def _numbers(widest: int, low: int, high: int) -> Read:
     return read
 
 
-def _uint(low: int, high: int) -> Read:
-    def read(packed: Any) -> Any:
-        if packed.__class__ is int and low <= packed <= high:
-            return packed
-        raise _Doubt
-
-    return read
-
-
 def _enum(name: str) -> Read:
     known = {int(member): member for member in getattr(enums, name)}
     is_open = name in tables.OPEN_ENUMS
@@ -130,37 +121,8 @@ def _enum(name: str) -> Read:
     return read
 
 
-def _bytes(low: int, high: int) -> Read:
-    def read(packed: Any) -> Any:
-        if packed.__class__ is bytes and low <= len(packed) <= high:
-            return packed
-        raise _Doubt
-
-    return read
-
-
-def _text(low: int, high: int) -> Read:
-    def read(packed: Any) -> Any:
-        if packed.__class__ is str:
-            size = len(packed) if packed.isascii() else len(packed.encode())
-            if low <= size <= high:
-                return packed
-        raise _Doubt
-
-    return read
-
-
-def _boolean() -> Read:
-    def read(packed: Any) -> Any:
-        if packed.__class__ is bool:
-            return packed
-        raise _Doubt
-
-    return read
-
-
 _MAKERS: Mapping[str, Callable[..., Read]] = {
-    "list": _list, "struct": _struct, "numbers": _numbers, "uint": _uint, "enum": _enum, "bytes": _bytes, "text": _text,
-    "boolean": _boolean,
+    **MAKERS, "list": _list, "struct": _struct, "numbers": _numbers, "enum": _enum,
 }  # fmt: skip
+"""Those of the writer, where a value is the same when it is packed."""
 _READERS = {name: _struct_reader(name) for name in tables.FIELDS}

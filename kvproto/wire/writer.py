@@ -9,9 +9,8 @@ from msgpack import ExtType, packb
 from kvproto.errors import LocalError
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.fields import DTYPES, count_values, ends, ext, handler, integers
+from kvproto.wire.fields import DTYPES, Fault, count_values, ends, ext, handler, integers
 from kvproto.wire.plain import refuse
-from kvproto.wire.reader import Fault
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
 
@@ -129,9 +128,9 @@ def _bytes(low: int, high: int) -> Write:
         if not isinstance(value, _BYTES):
             raise _wrong("bytes", value)
         data = bytes(value)
-        if len(data) > tables.MAX_BYTES:
-            raise Fault(ErrorCode.TOO_LARGE, tables.MAX_BYTES, len(data))
         if not low <= len(data) <= high:
+            if len(data) > tables.MAX_BYTES:
+                raise Fault(ErrorCode.TOO_LARGE, tables.MAX_BYTES, len(data))
             raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} bytes", f"{len(data)} bytes")
         return data
 
@@ -143,12 +142,12 @@ def _text(low: int, high: int) -> Write:
         if not isinstance(value, str):
             raise _wrong("a string", value)
         try:
-            size = len(value.encode())
+            size = len(value) if value.isascii() else len(value.encode())
         except UnicodeEncodeError:
             raise Fault(ErrorCode.BAD_TEXT, "UTF-8", "a lone surrogate") from None
-        if size > tables.MAX_STRING:
-            raise Fault(ErrorCode.TOO_LARGE, tables.MAX_STRING, size)
         if not low <= size <= high:
+            if size > tables.MAX_STRING:
+                raise Fault(ErrorCode.TOO_LARGE, tables.MAX_STRING, size)
             raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} bytes", f"{size} bytes")
         return value
 
@@ -209,9 +208,9 @@ def _wrong(wanted: str, value: object) -> Fault:
     return Fault(ErrorCode.BAD_TYPE, wanted, type(value).__name__)
 
 
-_MAKERS: Mapping[str, Callable[..., Write]] = {
+MAKERS: Mapping[str, Callable[..., Write]] = {
     "list": _list, "struct": _struct, "numbers": _numbers, "uint": _uint, "enum": _enum, "bytes": _bytes, "text": _text,
     "boolean": _boolean,
 }  # fmt: skip
-_FIELD_WRITERS = {(name, row[1]): handler(row, _MAKERS) for name, rows in tables.FIELDS.items() for row in rows}
+_FIELD_WRITERS = {(name, row[1]): handler(row, MAKERS) for name, rows in tables.FIELDS.items() for row in rows}
 _WRITERS: dict[type[Any], Write] = {CLASSES[name]: _struct_writer(name) for name in tables.FIELDS}
