@@ -9,6 +9,7 @@ msgpack refuses maps that are longer than any message or struct, before it hashe
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -50,10 +51,10 @@ def read_canonical(name: str, body: bytes) -> Any:
     return value
 
 
-def _struct_reader(name: str) -> Read:
-    cls = CLASSES[name]
+@cache
+def _struct(name: str) -> Read:
+    cls, ruled = CLASSES[name], name in tables.RULES
     known = {field[0]: (field[1], *integers(field), handler(field, _MAKERS)) for field in tables.FIELDS[name]}
-    ruled = name in tables.RULES
 
     def read(fields: Any) -> Any:
         last = 0
@@ -71,10 +72,6 @@ def _struct_reader(name: str) -> Read:
         return value
 
     return read
-
-
-def _struct(name: str) -> Read:
-    return lambda packed: _READERS[name](packed)
 
 
 def _list(item: Read, low: int, high: int, _: str) -> Read:
@@ -125,4 +122,4 @@ _MAKERS: Mapping[str, Callable[..., Read]] = {
     **MAKERS, "list": _list, "struct": _struct, "numbers": _numbers, "enum": _enum,
 }  # fmt: skip
 """Those of the writer, where a value is the same when it is packed."""
-_READERS = {name: _struct_reader(name) for name in tables.FIELDS}
+_READERS = {name: _struct(name) for name in tables.FIELDS}

@@ -1,6 +1,7 @@
 """The writer of bodies: turns attrs objects into what msgpack packs, and refuses everything that the readers would."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ def validate(value: Any) -> dict[int, Any]:
 def check_field(name: str, field: str, value: Any, path: str) -> None:
     """Raise WireError, at the path, unless the field may have this value."""
     try:
-        _FIELD_WRITERS[name, field](value)
+        _FIELD_WRITERS[name][field](value)
     except Fault as fault:
         raise fault.error(path) from None
 
@@ -65,10 +66,11 @@ def check_rules(value: Any, path: str) -> None:
         raise fault.error(path) from None
 
 
-def _struct_writer(name: str) -> Write:
-    cls = CLASSES[name]
-    rows = [(*row[:2], row[3], *integers(row), _FIELD_WRITERS[name, row[1]]) for row in tables.FIELDS[name]]
-    ruled = name in tables.RULES
+@cache
+def _struct(name: str) -> Write:
+    cls, ruled = CLASSES[name], name in tables.RULES
+    writers = _FIELD_WRITERS[name] = {row[1]: handler(row, MAKERS) for row in tables.FIELDS[name]}
+    rows = [(*row[:2], row[3], *integers(row), writers[row[1]]) for row in tables.FIELDS[name]]
 
     def write(value: Any) -> dict[int, Any]:
         if type(value) is not cls:
@@ -92,11 +94,6 @@ def _struct_writer(name: str) -> Write:
         return fields
 
     return write
-
-
-def _struct(name: str) -> Write:
-    cls = CLASSES[name]
-    return lambda value: _WRITERS[cls](value)
 
 
 def _uint(low: int, high: int) -> Write:
@@ -212,5 +209,5 @@ MAKERS: Mapping[str, Callable[..., Write]] = {
     "list": _list, "struct": _struct, "numbers": _numbers, "uint": _uint, "enum": _enum, "bytes": _bytes, "text": _text,
     "boolean": _boolean,
 }  # fmt: skip
-_FIELD_WRITERS = {(name, row[1]): handler(row, MAKERS) for name, rows in tables.FIELDS.items() for row in rows}
-_WRITERS: dict[type[Any], Write] = {CLASSES[name]: _struct_writer(name) for name in tables.FIELDS}
+_FIELD_WRITERS: dict[str, dict[str, Write]] = {}
+_WRITERS = {CLASSES[name]: _struct(name) for name in tables.FIELDS}
