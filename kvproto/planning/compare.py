@@ -8,12 +8,11 @@ import attrs
 import numpy as np
 
 from kvproto.errors import PlanError
-from kvproto.planning.axes import axis_of
 from kvproto.planning.cache import BITS
 from kvproto.planning.conversion import converted, shared_name
 from kvproto.planning.deals import deal_text, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
-from kvproto.planning.kinds import KINDS
+from kvproto.planning.kinds import KINDS, axis_of
 from kvproto.planning.parts import ALIASES, CONVERSIONS, SCALES, SHARE_OF
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 from kvproto.wire.messages import UIntArray

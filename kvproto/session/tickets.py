@@ -15,8 +15,7 @@ import attrs
 from kvproto.copying.grants import held_from
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Declined, Event, Unwanted
-from kvproto.planning.axes import NO_AXES, axis_of, length_of
-from kvproto.planning.kinds import KINDS
+from kvproto.planning.kinds import KINDS, NO_AXES, axis_of, length_of
 from kvproto.session import limits
 from kvproto.session.error_fields import mismatch
 from kvproto.session.records import SourceAttempt
@@ -110,8 +109,8 @@ class Tickets:
     def __init__(self, rank: int, timers: Timers, calls: TicketCalls, closed: set[int]) -> None:
         """`closed` collects the ids of sessions that have ended and may be forgotten, as no ticket needs them."""
         self._rank, self._timers, self._calls, self._closed = rank, timers, calls, closed
-        self.wait: float | None = None
-        """Seconds that a Transfer waits for the prompt of its ticket; None: what `limits` says."""
+        self.wait = limits.TICKET_WAIT
+        """Seconds that a Transfer waits for the prompt of its ticket."""
         self._states: dict[bytes, TicketState] = {}
         self._used: OrderedDict[bytes, float] = OrderedDict()
         """Deadlines of tickets whose states have ended (KVP-TKT-USED)."""
@@ -251,14 +250,10 @@ class Tickets:
             routed = tuple(sorted({route.source for route in plan.routes}))
             self._calls.request_released(state.request, routed, lost)
 
-    @property
-    def _wait(self) -> float:
-        return limits.TICKET_WAIT if self.wait is None else self.wait
-
     def _state(self, key: bytes, now: float) -> TicketState:
         state = self._states.get(key)
         if state is None:
-            deadline = now + self._wait
+            deadline = now + self.wait
             timer = self._timers.at(deadline, lambda at: self._expire(self._states[key], at))
             state = self._states[key] = TicketState(key, deadline, timer)
         return state
@@ -307,7 +302,7 @@ class Tickets:
         self.touched[state] = None
         error = RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNGRANTED if state.finished else _LATE)
         if state.content is None:
-            wanted = f"a prompt with this ticket within {self._wait:g} s of the first Transfer"
+            wanted = f"a prompt with this ticket within {self.wait:g} s of the first Transfer"
             advice = "the prompt never came to this source: route it here too, under a new ticket"
             error = RemoteError(ErrorCode.UNKNOWN_TICKET, "ticket", wanted, "only Transfers", advice)
         for attempt in state.take_waiting():

@@ -11,7 +11,7 @@ import attrs
 from kvproto.copying.program import windows
 from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError, listed
 from kvproto.events import Connected, Event, Refused
-from kvproto.planning.axes import TOKENS, axis_of
+from kvproto.planning.kinds import TOKENS, axis_of
 from kvproto.rank.background import Background
 from kvproto.rank.pool import Pool
 from kvproto.session import Party, SinkEndpoint, limits

@@ -19,8 +19,7 @@ from kvproto.session.records import Counters
 from kvproto.session.sink import SinkSession
 from kvproto.sink.fetch import Fetch
 from kvproto.sink.link import LinkContext, SourceLink
-from kvproto.sink.quarantine import Quarantine
-from kvproto.sink.registered_pool import LentSinkPool
+from kvproto.sink.registered_pool import LentSinkPool, Quarantine
 from kvproto.transport import default
 from kvproto.transport.base import Transport, bells
 from kvproto.transport.process import Watch, boot_id

@@ -121,5 +121,5 @@ def _enum(name: str) -> Read:
 _MAKERS: Mapping[str, Callable[..., Read]] = {
     **MAKERS, "list": _list, "struct": _struct, "numbers": _numbers, "enum": _enum,
 }  # fmt: skip
-"""Those of the writer, where a value is the same when it is packed."""
+"""The makers of the writer for values that stay the same when they are packed, and readers for the others."""
 _READERS = {name: _struct(name) for name in tables.FIELDS}

@@ -1,4 +1,4 @@
-"""What the readers and the writer share: the handler of a field by the registry's tables, and refusals."""
+"""Tools of the readers and the writer: the handler of a field by the registry's tables, and refusals."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
