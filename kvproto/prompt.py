@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.errors import U32, WireError, bad, check_type, check_whole, type_name
-from kvproto.planning.axes import TOKENS
+from kvproto.planning.kinds import TOKENS
 from kvproto.wire import encode_struct, from_json, tables, to_json
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Axis, Content, Ticket

@@ -15,10 +15,9 @@ import numpy.typing as npt
 from kvproto.copying.columns import Overlaps, check_scales
 from kvproto.copying.program import RankLayout
 from kvproto.errors import RemoteError
-from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.deals import deal, owned_before, runs
 from kvproto.planning.geometry import Geometry, Group
-from kvproto.planning.kinds import KINDS
+from kvproto.planning.kinds import KINDS, TOKENS, axis_of
 from kvproto.planning.limits import MAX_ITEMS
 from kvproto.planning.plan import Route
 from kvproto.wire.enums import ErrorCode, ItemKind

@@ -31,11 +31,10 @@ from kvproto.copying.program import (
 )
 from kvproto.errors import RemoteError
 from kvproto.planning.arrays import repeated_index
-from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.conversion import Conversion, conversion
 from kvproto.planning.deals import deal, global_rows, local_row, owned_before, owned_within
 from kvproto.planning.geometry import Group, lane_bytes
-from kvproto.planning.kinds import KINDS
+from kvproto.planning.kinds import KINDS, TOKENS, axis_of
 from kvproto.planning.plan import Box, Route
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns

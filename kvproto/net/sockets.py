@@ -123,15 +123,15 @@ class Listener:
             frames = self._inbox.take(who=True)
             if not frames:
                 return
-            if len(frames) == 4 and self._accepts(frames[0], frames[1]):
+            if len(frames) != 4:
+                continue
+            key, fd, conn, frame = frames
+            if self._allow is None or (self._allow.knows(key) and self._connections.count_frame(key, fd)):
                 try:
-                    yield (frames[2], frames[0]), frames[3]
+                    yield (conn, key), frame
                 finally:  # also for the last frame of a turn
                     if self._load is not None:
-                        self._load.add(frames[0], began, time.monotonic())
-
-    def _accepts(self, key: bytes, fd: bytes) -> bool:
-        return self._allow is None or (self._allow.knows(key) and self._connections.count_frame(key, fd))
+                        self._load.add(key, began, time.monotonic())
 
     def renew(self, now: float) -> bool:
         """Read the allow-list again; whether it differs. Removed clients end at the next check, after being told."""
@@ -196,13 +196,11 @@ class Dialer:
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._lines: dict[tuple[Any, ...], _Line] = {}
         self._owned: dict[Hashable, list[_Line]] = {}
-        """Lines by owner."""
         self._by_fd: dict[int, _Line] = {}
         """Lines by the descriptors of their inboxes and of their events."""
         self._used: dict[_Line, None] = {}
         """Lines on which frames may wait that no descriptor announces."""
         self._watched: set[_Line] = set()
-        """Lines that have events."""
         self._eventful: dict[_Line, None] = {}
         """Lines whose events were not read to the end."""
         self._opened: list[Socket] = []

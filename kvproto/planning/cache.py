@@ -12,10 +12,9 @@ import attrs
 
 from kvproto.errors import LocalError, bad, check_type, check_whole
 from kvproto.planning import geometry as g
-from kvproto.planning.axes import TOKENS
 from kvproto.planning.conversion import stating
 from kvproto.planning.geometry import Group
-from kvproto.planning.kinds import KINDS
+from kvproto.planning.kinds import KINDS, TOKENS
 from kvproto.planning.parts import CONVERSIONS
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 

@@ -21,8 +21,8 @@ from kvproto.observability.feed import FeedServer
 from kvproto.observability.names import BASE
 from kvproto.observability.records import Observer
 from kvproto.options import Options
-from kvproto.planning.axes import TOKENS
 from kvproto.planning.geometry import Geometry
+from kvproto.planning.kinds import TOKENS
 from kvproto.prompt import Prompt, Ticket, check_name
 from kvproto.rank.driver import Driver, Node
 from kvproto.rank.handles import Handle, LentPool, Withdrawal

@@ -13,7 +13,6 @@ import attrs
 
 from kvproto.errors import KvprotoError, LocalError, check_type, listed
 from kvproto.events import PoolFree
-from kvproto.prompt import Ticket
 from kvproto.wire.enums import ErrorCode
 
 if TYPE_CHECKING:
@@ -101,14 +100,6 @@ class Handle(Generic[Result]):
             calls, self._callbacks = self._callbacks, []
         for call in calls:
             self._rank._driver.later(lambda call=call: call(self))  # type: ignore[misc]
-
-
-class TicketHandle(Handle[Result]):
-    """The handle of a request, which its ticket names."""
-
-    def __init__(self, rank: EngineRank, ticket: Ticket) -> None:
-        super().__init__(rank)
-        self.ticket = ticket
 
 
 class Withdrawal(Handle[PoolFree]):

@@ -14,9 +14,8 @@ from kvproto.copying.columns import scaling
 from kvproto.copying.grants import begins_inside_item, distinct, items_before, items_needed, rows_of
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError, check_type, check_whole, type_name
-from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of, lengths_of
 from kvproto.planning.geometry import Group
-from kvproto.planning.kinds import KINDS
+from kvproto.planning.kinds import KINDS, NO_AXES, TOKENS, axis_of, length_of, lengths_of
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 

@@ -119,13 +119,17 @@ class Pool(Closing):
         pool._open(RankLayout(geometry, rank, columns))
         return pool
 
+    geometry: Geometry
+    """The share of every rank of this engine's replica."""
+    rank: int
+    """The rank whose cache this is."""
     memories: Mapping[int, Memory]
     """Memory by region id; each has `__dlpack__`, which gives access to its bytes without a copy."""
     _owned = False
     """Whether `allocate` made the memory."""
 
     def _open(self, layout: RankLayout, shared: bool = False) -> None:
-        self.layout, self._shared = layout, shared
+        self.layout, self._shared, self.geometry, self.rank = layout, shared, layout.geometry, layout.rank
         self._users: list[str] = []
         self._pages = PagesInUse(layout)
         self._closed = False
@@ -146,19 +150,9 @@ class Pool(Closing):
         return total
 
     @property
-    def geometry(self) -> Geometry:
-        """The share of every rank of this engine's replica."""
-        return self.layout.geometry
-
-    @property
     def description(self) -> str:
         """The geometry as JSON, as `kvproto check` and `kvproto plan` read it from a file."""
         return json.dumps(to_json(self.geometry))
-
-    @property
-    def rank(self) -> int:
-        """The rank whose cache this is."""
-        return self.layout.rank
 
     def group(self, name: str) -> Group:
         """The group of this name; raises LocalError(BAD_COLUMNS) if this rank owns none."""

@@ -1,7 +1,5 @@
 """Describe and Description, the sink's first: each side states its geometry, and with EPOCHS every change of it."""
 
-from typing import Any
-
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session.core import Extension, Session
 from kvproto.session.descriptions import check_digest
@@ -65,7 +63,10 @@ class Describing(Extension):
 
         try:
             session.step("Describe")
-            self._check_version(message, before)
+            current = session.theirs.version if before == SessionState.READY else 0
+            if message.version <= current:  # KVP-DSC-RISE
+                mine, yours = f"above {current}", str(message.version)
+                raise RemoteError(ErrorCode.OUT_OF_RANGE, "version", mine, yours, "raise it with every change")
             check_digest(message)
         except KvprotoError as error:
             session.state = before
@@ -78,13 +79,6 @@ class Describing(Extension):
 
     def _answer(self, to: m.Describe) -> None:
         self._session.reply(m.Description, to, **self._session.host.stated.fields)
-
-    def _check_version(self, message: m.Describe, state: SessionState) -> None:
-        """Raise if a Description that replaces another does not have a higher version (KVP-DSC-RISE)."""
-        current: Any = self._session.theirs.version if state == SessionState.READY else 0
-        if message.version <= current:
-            advice = "raise it with every change"
-            raise RemoteError(ErrorCode.OUT_OF_RANGE, "version", f"above {current}", str(message.version), advice)
 
     def _description(self, message: m.Description, now: float) -> None:
         session = self._session

@@ -3,8 +3,8 @@
 from typing import Any
 
 from kvproto.errors import KvprotoError, RemoteError, ReportedError
-from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.geometry import Geometry
+from kvproto.planning.kinds import TOKENS, axis_of
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
 

@@ -57,7 +57,8 @@ class SourceIntent(Extension):
             return
         session.move(attempt, "Progress")
         state = RequestState.READY if attempt.useful is None else RequestState.RUNNING
-        session.notice(m.Progress(session=session.session, **attempt.ids, state=state, tokens=attempt.useful))
+        number, tokens = attempt.sequence, attempt.useful
+        session.notice(m.Progress(session=session.session, sequence=number, state=state, tokens=tokens))
         attempt.saying = session.host.timers.at(now + limits.RESEND, partial(self._say, attempt))
 
     def _lacks(self, attempt: SourceAttempt) -> bool:
@@ -170,7 +171,7 @@ class SinkIntent(Extension):
         on_error = partial(session.transfers.lose, attempt)
         try:
             request = session.compose(
-                m.Grant, now, **attempt.ids, grants=said, on_error=lambda error, now: on_error(error)
+                m.Grant, now, sequence=attempt.sequence, grants=said, on_error=lambda error, now: on_error(error)
             )
         except KvprotoError as error:
             on_error(error)

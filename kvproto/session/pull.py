@@ -1,10 +1,17 @@
-"""Transfers whose bytes the sink reads: Offer, Renew, Pulled and Released, and the source's Register (feature PULL)."""
+"""Transfers whose bytes the sink reads: Offer, Renew, Pulled and Released, and the source's Register (feature PULL).
+
+A lease is a duration, and a frame may be delayed anywhere. The source counts the lease from when it sends its answer.
+The sink counts it from when it first sent the request that was answered, the Transfer or the Renew: the source cannot
+have begun earlier, so the lease never ends later at the sink than at the source. The sink also counts it 1/64 shorter,
+as its clock may be slower (KVP-PUL-SPEED).
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+import attrs
 import numpy as np
 
 from kvproto.copying.grants import check_grants
@@ -12,7 +19,6 @@ from kvproto.errors import LocalError, RemoteError
 from kvproto.session import limits
 from kvproto.session.core import Extension, Session
 from kvproto.session.descriptions import Epoch
-from kvproto.session.leases import Lease, Loan
 from kvproto.session.push import Delivery, check_begins, check_outcome
 from kvproto.session.records import Answer, SinkAttempt, SourceAttempt
 from kvproto.session.registering import Holder, Owner
@@ -22,6 +28,66 @@ from kvproto.wire.enums import Access, ErrorCode
 
 if TYPE_CHECKING:
     from kvproto.session.source import SourceSession
+
+_RENEW, _START = 0.5, 0.25
+"""Shares of a lease: it is renewed when `_RENEW` is left, and no copy starts when less than `_START` is left."""
+_COUNTED = 63 / 64 / 1000
+"""Seconds that a sink counts for each millisecond of a lease."""
+
+
+@attrs.define(eq=False)
+class Loan:
+    """At the source: what a sink may read."""
+
+    request: int
+    """The request id of the Offer."""
+    end: float
+    latest: float
+    """The ticket's deadline, beyond which no lease extends."""
+    renewed: tuple[int, int] = (0, 0)
+    """The request id of the last Renew that was granted, and its lease in milliseconds."""
+
+
+@attrs.define(eq=False)
+class Lease:
+    """At the sink: an offer, and until when it may be read."""
+
+    offer: m.Offer
+    end: float
+    length: float
+    """The length of the lease in seconds."""
+    renewal: int | None = None
+    """The request id of a Renew under way."""
+    sent: float = 0.0
+    """The time at which that Renew was first sent."""
+    reported: bool = False
+    """Whether the offer was reported to the engine."""
+    reading: bool = False
+    """Whether a copy is under way."""
+
+    @classmethod
+    def of(cls, offer: m.Offer, asked: float) -> Lease:
+        """The lease of an Offer whose Transfer was first sent at `asked`."""
+        length = offer.lease * _COUNTED
+        return cls(offer, asked + length, length)
+
+    def over(self, now: float) -> bool:
+        """Whether the lease has ended, so that nothing may be read any more (KVP-PUL-READ)."""
+        return now >= self.end
+
+    def fresh(self, now: float) -> bool:
+        """Whether a copy may begin."""
+        return self.end - now >= _START * self.length
+
+    @property
+    def renew_at(self) -> float:
+        """The time at which to ask for more."""
+        return self.end - _RENEW * self.length
+
+    def renewed(self, lease: int) -> None:
+        """Extend the lease to `lease` milliseconds from when the Renew was sent, but no longer than the Offer's."""
+        self.length = min(lease, self.offer.lease) * _COUNTED
+        self.end, self.renewal = max(self.end, self.sent + self.length), None
 
 
 class SourcePull(Extension):
@@ -54,7 +120,7 @@ class SourcePull(Extension):
             m.Offer,
             now,
             patience=max(limits.PATIENCE, latest - now),
-            **attempt.ids,
+            sequence=attempt.sequence,
             writer=session.me.rank,
             epoch=owned.number,
             grants=grants,
@@ -73,7 +139,7 @@ class SourcePull(Extension):
     def released(self, attempt: SourceAttempt) -> None:
         """Send Released for a request that the engine may free, to a sink that has read it."""
         if attempt.fetched and self._session.state == SessionState.READY:
-            self._session.notice(m.Released(session=self._session.session, **attempt.ids))
+            self._session.notice(m.Released(session=self._session.session, sequence=attempt.sequence))
         attempt.fetched = False
 
     def _pulled(self, message: m.Pulled, now: float) -> None:
@@ -107,7 +173,7 @@ class SinkPull(Delivery):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._holder = Holder(session, Access.READ, self._reads, self._end_epoch)
+        self._holder = Holder(session, Access.READ, lambda epoch: bool(self._of(epoch)), self._end_epoch)
         session.install(self._holder)
         self._read: OrderedDict[int, int] = OrderedDict()
         """Bytes read, by sequence, for the transfers whose Offer the source may still repeat."""
@@ -167,7 +233,7 @@ class SinkPull(Delivery):
         attempt.done = m.Done(
             session=session.session,
             request=offer.request,
-            **attempt.ids,
+            sequence=attempt.sequence,
             writer=offer.writer,
             groups=np.array(attempt.described.groups, np.uint32),
             bytes=count,
@@ -189,7 +255,7 @@ class SinkPull(Delivery):
             lease.renewal = session.request(
                 m.Renew,
                 now,
-                **attempt.ids,
+                sequence=attempt.sequence,
                 lease=lease.offer.lease,
                 on_error=lambda error, now: session.transfers.lose(attempt, error),
             )
@@ -224,9 +290,6 @@ class SinkPull(Delivery):
         """The attempts that were offered items of an epoch of the source."""
         attempts: list[SinkAttempt] = list(self._session.attempts.values())
         return [each for each in attempts if each.lease is not None and each.lease.offer.epoch == epoch.number]
-
-    def _reads(self, epoch: Epoch) -> bool:
-        return bool(self._of(epoch))
 
     def _end_epoch(self, epoch: Epoch, now: float) -> None:
         """Stop reading an epoch that is taken back at once (KVP-EPO-MOVED)."""

@@ -9,26 +9,23 @@ import attrs
 
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session.descriptions import Described, Epoch, Owned
-from kvproto.session.leases import Lease, Loan
 from kvproto.session.table import TransferState
 from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Outcome, Proof, RequestState
 
 if TYPE_CHECKING:
+    from kvproto.session.pull import Lease, Loan
     from kvproto.session.source import SourceSession
     from kvproto.session.tickets import TicketState
 
 
 class Counters(NamedTuple):
-    """The counts of an endpoint, for its metrics."""
+    """The numbers of open sessions, of those whose peer is suspect, and of requests that were ever sent again."""
 
     peers: int
-    """The number of open sessions."""
     suspects: int
-    """The number of open sessions whose peer is suspect."""
     resends: int
-    """The number of requests that were ever sent again."""
 
 
 @attrs.define(eq=False)
@@ -37,16 +34,6 @@ class Attempt:
 
     sequence: int
     state: TransferState = TransferState.NEW
-
-    @property
-    def over(self) -> bool:
-        """Whether it can be forgotten, once all transfers before it can be as well."""
-        return self.state == TransferState.ENDED
-
-    @property
-    def ids(self) -> dict[str, Any]:
-        """The fields that identify it in a message."""
-        return {"sequence": self.sequence}
 
 
 @attrs.define(eq=False)
@@ -110,6 +97,7 @@ class SourceAttempt(Attempt):
 
     @property
     def over(self) -> bool:
+        """Whether it can be forgotten, once all transfers before it can be as well."""
         return self.state == TransferState.ENDED and not self.copying
 
     @property
@@ -174,6 +162,7 @@ class SinkAttempt(Attempt):
 
     @property
     def over(self) -> bool:
+        """Whether it can be forgotten, once all transfers before it can be as well."""
         return self.state == TransferState.ENDED and self.settled
 
     @property
@@ -206,11 +195,9 @@ class Answer:
     handoff: tuple[m.HandOff, ...] = ()
     checksums: tuple[m.Checksum, ...] | None = None
     begins: tuple[m.Begin, ...] = ()
-    """Beginnings of late windows."""
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of the message."""
         return {
             "outcome": self.outcome, "handoff": self.handoff, "checksums": self.checksums, "begins": self.begins or None
         }  # fmt: skip

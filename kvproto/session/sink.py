@@ -257,9 +257,4 @@ class SinkSession(Session):
         self.tell(Refused(self.name, self.revoked, by_us=False))
         self.lose(str(self.revoked))
 
-    handlers = (
-        *Session.handlers,
-        (m.Error, _ended),
-        (m.Welcome, _welcome),
-        (m.Refused, refused),
-    )
+    handlers = (*Session.handlers, (m.Error, _ended), (m.Welcome, _welcome), (m.Refused, refused))

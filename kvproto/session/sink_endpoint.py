@@ -123,7 +123,6 @@ class SinkEndpoint(Endpoint):
         self.gone = ""
         """The source rank whose session ended first, for display."""
         self.sessions: dict[Any, SinkSession] = {}
-        """Sessions by address."""
         self._ranks: dict[int, SinkSession] = {}
         """Sessions whose plan is known, by source rank."""
         self.transfers: dict[SinkTransfer, None] = {}
@@ -318,10 +317,18 @@ class SinkEndpoint(Endpoint):
 
     def hindrances(self, transfer: SinkTransfer | None = None) -> list[str]:
         """Reasons why a transfer waits, by source rank, for display; None for one that was not requested yet."""
-        if transfer is None or transfer not in self.transfers:
-            return _hindrances(self.sessions.values())
-        asked = [attempt.session for attempt in transfer.parts.values() if attempt.state == TransferState.ASKED]
-        return [f"no answer to Transfer from {located(session)}" for session in asked]
+        if transfer is not None and transfer in self.transfers:
+            asked = [attempt.session for attempt in transfer.parts.values() if attempt.state == TransferState.ASKED]
+            return [f"no answer to Transfer from {located(session)}" for session in asked]
+        waits, error = [], None
+        for session in self.sessions.values():
+            if (awaited := _AWAITED.get(session.state)) is not None:
+                waits.append(f"no answer to {awaited} from {located(session)}")
+            elif session.suspect and session.open:
+                waits.append(f"nothing heard from {located(session)}, which is suspect")
+            elif error is None and (error := disagreement(session, self.sessions.values())) is not None:
+                waits.append(f"{error.path} is {error.mine} and {error.yours}")
+        return waits
 
     def abort(self, transfer: SinkTransfer, error: KvprotoError, now: float) -> None:
         """Stop a transfer; `lost` follows, with what is known about its writes."""
@@ -630,7 +637,6 @@ class SinkEndpoint(Endpoint):
         return False not in stopped
 
     def _end(self, transfer: SinkTransfer, now: float) -> None:
-        """Report the end of a transfer."""
         attempts = transfer.parts.values()
         if transfer.error is None:
             done = {attempt.done.writer: attempt.done for attempt in attempts if attempt.done is not None}
@@ -691,16 +697,3 @@ def disagreement(
             advice = "ranks of one replica state different Descriptions: give all of them the same geometry"
             return RemoteError(ErrorCode.DESCRIPTION_MISMATCH, path, mine, yours, advice)
     return None
-
-
-def _hindrances(sessions: Collection[SinkSession]) -> list[str]:
-    """Reasons that transfers with a source replica cannot begin yet, by source rank, for display."""
-    waits, error = [], None
-    for session in sessions:
-        if (awaited := _AWAITED.get(session.state)) is not None:
-            waits.append(f"no answer to {awaited} from {located(session)}")
-        elif session.suspect and session.open:
-            waits.append(f"nothing heard from {located(session)}, which is suspect")
-        elif error is None and (error := disagreement(session, sessions)) is not None:
-            waits.append(f"{error.path} is {error.mine} and {error.yours}")
-    return waits

@@ -42,7 +42,8 @@ class SourceSession(Session):
         super().__init__(host, conn)
         self.session, self.greeting, self.limits = number, hello.request, hello.limits
         version, features = chosen
-        self.features, self.minor = features, version.minor
+        self.features, self.minor, self.pulls = features, version.minor, Feature.PULL in features
+        """`pulls`: whether the sink reads (feature PULL)."""
         self._met(Party(hello.engine, hello.replica, hello.rank, hello.incarnation))
         self.tickets_of_rank, self.refuses = host.tickets, host.refuses
         self.tickets = 0
@@ -56,15 +57,8 @@ class SourceSession(Session):
         may_lack_items = Feature.INTENT in features and self.push is not None
         self.intent = SourceIntent(self) if may_lack_items else None
         self.describing = Describing(self, source=True)
-        extensions: list[Extension | None] = [
-            self.holder,
-            self.transfers,
-            self.describing,
-            PingPart(self, now),
-            self.pull,
-            self.push,
-            self.intent,
-        ]
+        extensions: list[Extension | None] = [self.holder, self.transfers, self.describing, PingPart(self, now)]
+        extensions += [self.pull, self.push, self.intent]
         if not {Feature.STAGED, Feature.INLINE}.isdisjoint(features):
             extensions.append(Credits(self))
         if Feature.CATALOGUE in features and host.catalogue is not None:
@@ -81,11 +75,6 @@ class SourceSession(Session):
     def forgettable(self) -> bool:
         """Whether a session that has ended is not needed any more: by no ticket, and by no copy."""
         return not self.tickets and not any(attempt.copying for attempt in self.attempts.values())
-
-    @property
-    def pulls(self) -> bool:
-        """Whether the sink reads (feature PULL)."""
-        return Feature.PULL in self.features
 
     def accept_register(
         self,

@@ -6,18 +6,11 @@ disagree about the state without one of them raising UNEXPECTED_MESSAGE. A pair 
 and so is a row whose features the session has not chosen (KVP-SES-STATE).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 from kvproto.errors import RemoteError
-from kvproto.session.transitions import (
-    SESSION,
-    SESSION_FEATURES,
-    TRANSFER,
-    TRANSFER_FEATURES,
-    SessionState,
-    TransferState,
-)
+from kvproto.session.transitions import SESSION_MOVES, TRANSFER_MOVES, SessionState, TransferState
 from kvproto.wire.enums import ErrorCode, Feature
 
 __all__ = ["SESSION", "TRANSFER", "TRANSFER_FEATURES", "SessionState", "TransferState", "next_session", "next_transfer"]
@@ -25,6 +18,22 @@ __all__ = ["SESSION", "TRANSFER", "TRANSFER_FEATURES", "SessionState", "Transfer
 State = TypeVar("State", SessionState, TransferState)
 _Rows = Mapping[tuple[State, str], State]
 _Needed = Mapping[tuple[State, str], frozenset[Feature]]
+
+
+def _rows(states: type[State], moves: Iterable[tuple[str, str, str, str]]) -> tuple[_Rows[State], _Needed[State]]:
+    """The state after each row (state, message); and the features of rows that sessions without one of them lack."""
+    after_of, features_of = dict[tuple[State, str], State](), dict[tuple[State, str], frozenset[Feature]]()
+    for befores, message, after, features in moves:
+        for before in befores.split():
+            row = states(before), message
+            after_of[row] = states(after or before)
+            if features:
+                features_of[row] = frozenset(Feature[name] for name in features.split())
+    return after_of, features_of
+
+
+SESSION, SESSION_FEATURES = _rows(SessionState, SESSION_MOVES)
+TRANSFER, TRANSFER_FEATURES = _rows(TransferState, TRANSFER_MOVES)
 
 
 def next_session(state: SessionState, event: str, features: Collection[int]) -> SessionState:

@@ -14,10 +14,10 @@ import attrs
 
 from kvproto.copying.grants import held_from
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.events import Declined, Event, Unwanted
-from kvproto.planning.axes import NO_AXES, axis_of, length_of
-from kvproto.planning.kinds import KINDS
+from kvproto.events import Declined, Unwanted
+from kvproto.planning.kinds import KINDS, NO_AXES, axis_of, length_of
 from kvproto.session import limits
+from kvproto.session.endpoint import EndpointCalls
 from kvproto.session.error_fields import mismatch
 from kvproto.session.records import SourceAttempt
 from kvproto.session.table import TransferState
@@ -30,17 +30,17 @@ _UNGRANTED = "the ticket's deadline passed before the sink had granted all items
 _LATE = "the ticket's deadline passed before prefill was finished: make a new ticket"
 
 
-class TicketCalls(Protocol):
-    """The calls that tickets make on the rank whose requests they are for; `request` is the engine's own record."""
-
-    def report(self, event: Event) -> None:
-        """Report an event to the engine."""
+class SourceCalls(EndpointCalls, Protocol):
+    """The calls that a source endpoint makes on the rank that drives it; `request` is the engine's own record."""
 
     def request_changed(self, request: Any) -> None:
         """Note that a transfer of a request has come, was granted more, or is not wanted any more."""
 
     def transfer_due(self, attempt: SourceAttempt) -> None:
         """Copy the rows of a transfer whose items are all granted, as prefill is over."""
+
+    def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
+        """Note that a sink rank has read `count` bytes of what it was offered; 0 if it gave up reading."""
 
     def request_released(self, request: Any, routed: tuple[int, ...], lost: Mapping[int, KvprotoError]) -> None:
         """Note that no sink rank needs a request; `lost` says why some may not have it, by rank (KVP-TRN-DUMMY)."""
@@ -51,8 +51,6 @@ class TicketCalls(Protocol):
 
 @attrs.define(eq=False)
 class TicketState:
-    """One ticket."""
-
     key: bytes = attrs.field(repr=False)
     deadline: float
     timer: Timer
@@ -107,11 +105,11 @@ class TicketState:
 class Tickets:
     """All tickets of a source rank."""
 
-    def __init__(self, rank: int, timers: Timers, calls: TicketCalls, closed: set[int]) -> None:
+    def __init__(self, rank: int, timers: Timers, calls: SourceCalls, closed: set[int]) -> None:
         """`closed` collects the ids of sessions that have ended and may be forgotten, as no ticket needs them."""
         self._rank, self._timers, self._calls, self._closed = rank, timers, calls, closed
-        self.wait: float | None = None
-        """Seconds that a Transfer waits for the prompt of its ticket; None: what `limits` says."""
+        self.wait = limits.TICKET_WAIT
+        """Seconds that a Transfer waits for the prompt of its ticket."""
         self._states: dict[bytes, TicketState] = {}
         self._used: OrderedDict[bytes, float] = OrderedDict()
         """Deadlines of tickets whose states have ended (KVP-TKT-USED)."""
@@ -251,14 +249,10 @@ class Tickets:
             routed = tuple(sorted({route.source for route in plan.routes}))
             self._calls.request_released(state.request, routed, lost)
 
-    @property
-    def _wait(self) -> float:
-        return limits.TICKET_WAIT if self.wait is None else self.wait
-
     def _state(self, key: bytes, now: float) -> TicketState:
         state = self._states.get(key)
         if state is None:
-            deadline = now + self._wait
+            deadline = now + self.wait
             timer = self._timers.at(deadline, lambda at: self._expire(self._states[key], at))
             state = self._states[key] = TicketState(key, deadline, timer)
         return state
@@ -307,7 +301,7 @@ class Tickets:
         self.touched[state] = None
         error = RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNGRANTED if state.finished else _LATE)
         if state.content is None:
-            wanted = f"a prompt with this ticket within {self._wait:g} s of the first Transfer"
+            wanted = f"a prompt with this ticket within {self.wait:g} s of the first Transfer"
             advice = "the prompt never came to this source: route it here too, under a new ticket"
             error = RemoteError(ErrorCode.UNKNOWN_TICKET, "ticket", wanted, "only Transfers", advice)
         for attempt in state.take_waiting():

@@ -8,7 +8,7 @@ as aborted before it is called proven, and so is refused whenever its Transfer c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,7 +62,7 @@ class SourceTransfers(Extension):
             self._answer_again(known, message)
             return
         try:
-            self._check_sequence(message)
+            self._check_sequence(message, known)
         except RemoteError as error:
             session.reply(m.Failed, message, **refusal(error))
             return
@@ -86,10 +86,9 @@ class SourceTransfers(Extension):
         elif attempt.progress is not None:
             self._session.reply(m.Accepted, message, state=attempt.progress())
 
-    def _check_sequence(self, message: m.Transfer) -> None:
+    def _check_sequence(self, message: m.Transfer, known: SourceAttempt | None) -> None:
         """Raise if the sequence is known, over or too far ahead; such a Transfer leaves no record."""
         low, number = self._session.low_water, message.sequence
-        known = self.find(message)
         if known is not None and known.aborted:
             raise RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(number), "use another sequence and ticket")
         if number <= low or known is not None:
@@ -120,7 +119,8 @@ class SourceTransfers(Extension):
             ("writers", [list(described.writers)], writers, "name all source ranks of the plan"),
         ):
             if theirs not in ours:
-                raise RemoteError(ErrorCode.BAD_GRANT, field, _either(ours), str(theirs), advice)
+                mine = " or ".join(map(str, ours)) or "none"
+                raise RemoteError(ErrorCode.BAD_GRANT, field, mine, str(theirs), advice)
         assert epoch is not None  # it is one of those that are open
         side = left_out = None
         if any(grant.items is None for grant in message.grants) and Feature.INTENT in session.features:
@@ -159,7 +159,7 @@ class SourceTransfers(Extension):
             self._session.request(
                 m.Failed,
                 now,
-                **attempt.ids,
+                sequence=attempt.sequence,
                 **refusal(error),
                 on_error=lambda error, now: self._session.move(attempt, "DoneAck"),
             )
@@ -353,7 +353,6 @@ class SinkTransfers(Extension):
             self._session.move(attempt, "Accepted")
 
     def accepted(self, message: m.Accepted, now: float) -> None:
-        """Handle Accepted."""
         attempt = self.find(message)
         due = self._session.answered(message.request, m.Transfer, m.Grant, about=message.sequence)
         if attempt is not None and (due or message.request == attempt.request):
@@ -385,7 +384,7 @@ class SinkTransfers(Extension):
             attempt.abort = self._session.request(
                 m.Abort,
                 now,
-                **attempt.ids,
+                sequence=attempt.sequence,
                 reason=reason[:1000],
                 on_error=lambda error, now: self._ended(attempt, Proof.UNPROVABLE),
             )
@@ -413,7 +412,3 @@ def changed(version: int, message: m.Transfer) -> RemoteError:
     mine, yours = str(version), str(message.source_version)
     advice = "plan again before you ask again, or make a new ticket"
     return RemoteError(ErrorCode.DESCRIPTION_MISMATCH, "source_version", mine, yours, advice)
-
-
-def _either(values: Sequence[object]) -> str:
-    return " or ".join(map(str, values)) or "none"

@@ -73,12 +73,8 @@ class WatchEndpoint(Endpoint):
         """The pages of each rank, by rank; None while any of them are not known."""
         catalogues = {s.peer.rank: s.part(SinkCatalogue) for s in self.sessions.values() if s.known and s.open}
         listed = {rank for s in self.sessions.values() if s.known for rank in s.endpoints}
-        whole = (
-            bool(catalogues)
-            and listed <= catalogues.keys()
-            and all(catalogue.whole for catalogue in catalogues.values())
-        )
-        return catalogues if whole else None
+        whole = all(catalogue.whole for catalogue in catalogues.values())
+        return catalogues if catalogues and listed <= catalogues.keys() and whole else None
 
     def party(self) -> Party | None:
         """The rank that answered first; None if none has yet."""

@@ -13,7 +13,7 @@ from kvproto.events import Arrived, Lost, PagesFree, PagesWanted
 from kvproto.planning.kinds import KINDS
 from kvproto.prompt import Ticket
 from kvproto.rank.base import EngineRank
-from kvproto.rank.handles import TicketHandle
+from kvproto.rank.handles import Handle
 from kvproto.rank.page_tables import PageTables, check_distinct, check_names, table_of
 from kvproto.rank.pool import Pool
 from kvproto.session.records import SinkAttempt, SinkTransfer
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _NO_ITEMS = np.empty(0, np.uint32)
 
 
-class Fetch(TicketHandle[Arrived]):
+class Fetch(Handle[Arrived]):
     """The handle of a request that is being fetched; it ends with Arrived, or with the error that lost the request.
 
     The ticket's deadline, d, bounds a fetch as follows. It is lost with DEADLINE if the source has not answered
@@ -60,8 +60,8 @@ class Fetch(TicketHandle[Arrived]):
         `content` is the prompt's digest, `end` the end of the fetch in tokens, and `axes` are those whose lengths the
         prompt states. The source has `seconds` to accept it (None: without limit).
         """
-        super().__init__(rank, ticket)
-        self.pool = pool
+        super().__init__(rank)
+        self.ticket, self.pool = ticket, pool
         self.pages_free = False
         """Whether nobody can write its pages any more; PagesFree reports it if that is later than the loss."""
         self.number = 0

@@ -1,16 +1,17 @@
 """A pool of a sink as one source replica fills it: registered under a plan, unpacked into, and verified."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import attrs
 import numpy as np
 
 from kvproto.copying.execute import PageSums
-from kvproto.copying.grants import cut_to_begins, items_needed
+from kvproto.copying.grants import cut_to_begins, items_needed, size_of
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, Operations, RankLayout, Runs, Window, windows
-from kvproto.errors import KvprotoError, RemoteError
+from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Plan
@@ -22,10 +23,46 @@ from kvproto.rank.registration import register
 from kvproto.session import Exposed, Registration, SinkEndpoint
 from kvproto.session.plan_cache import Planned
 from kvproto.session.push import Unpacker
-from kvproto.sink.quarantine import Quarantine
 from kvproto.transport.base import StreamDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Done, Grants, Offer
+
+
+class Quarantine:
+    """Pages of lost transfers that a peer may still write: counted, limited, freed only by proof (KVP-END-REUSE)."""
+
+    def __init__(self, layout: RankLayout, share: float) -> None:
+        """`share` of a group's items, 0 to 1, may be in quarantine before `check` raises."""
+        self._layout, self._share = layout, share
+        self._held: dict[Hashable, Counter[int]] = {}
+        self.counts: dict[int, int] = {}
+        """The number of items by group id; never modified in place, so that any thread may read it."""
+
+    def hold(self, fetch: Hashable, grants: Mapping[int, Grants]) -> None:
+        """Add the pages of a fetch that was lost while its writes may still arrive."""
+        self._held[fetch] = Counter({id: size_of(grant) for id, grant in grants.items()})
+        self._count()
+
+    def free(self, fetch: Hashable) -> None:
+        """Remove the pages of a fetch, as nothing can write them any more."""
+        if self._held.pop(fetch, None) is not None:
+            self._count()
+
+    def check(self) -> None:
+        """Raise LocalError(BUSY) if too many items are in quarantine."""
+        for group, count in self.counts.items():
+            whole = self._layout.columns[group].items
+            if count > self._share * whole:
+                raise LocalError(
+                    ErrorCode.BUSY,
+                    f"quarantine[{self._layout.groups[group].name}]",
+                    f"at most {self._share:.0%} of {whole} pages",
+                    str(count),
+                    "end the engines that may still write them, or restart this one",
+                )
+
+    def _count(self) -> None:
+        self.counts = dict(sum(self._held.values(), Counter()))
 
 
 @attrs.define(eq=False)

@@ -9,7 +9,7 @@ from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Event, Expired, Freed, Over, Sent, Undelivered
 from kvproto.net import RECEIVE_TIME, Listener
 from kvproto.options import Options
-from kvproto.planning.axes import NO_AXES
+from kvproto.planning.kinds import NO_AXES
 from kvproto.rank.background import Background
 from kvproto.rank.checksums import BEGUN, SUM_TIME, Checksums, session_id
 from kvproto.rank.handles import free_pools
@@ -56,7 +56,8 @@ class SourceNode:
             self, party, pool.layout.geometry, dict(endpoints), features, session_id, this_process(), listener.admit
         )
         self.tickets = self.endpoint.tickets
-        self.tickets.wait = options.ticket_wait
+        if options.ticket_wait is not None:
+            self.tickets.wait = options.ticket_wait
         self._guard: PageGuard | None = None
         """Made with the first request that is guarded, for the pool of that time (`Options.debug_pages`)."""
         self._scheduler = Scheduler(options.part_bytes, options.first_part_ratio)
@@ -188,41 +189,33 @@ class SourceNode:
     # calls of the endpoint
 
     def report(self, event: Event) -> None:
-        """Report an event to the engine with the next turn."""
         self._events.append(event)
 
     def attest(self, attestation: bytes, holds: bool) -> None:
         (attestations.add if holds else attestations.drop)(attestation)
 
     def map_memory(self, session: SourceSession, register: Register, described: Described) -> None:
-        """Map a sink's memory."""
         self.memory.map(session, register, described)
 
     def unmap_memory(self, session: SourceSession, epoch: int) -> None:
-        """Unmap an epoch of a sink's memory as soon as no copy uses it."""
         self.memory.unmapping.add((session.session, epoch))
 
     def request_changed(self, request: Request) -> None:
-        """Examine a request in this turn."""
         if request.sends or (request.state is not None and request.state.waiting):
             self._changed[request] = None
 
     def transfer_due(self, attempt: SourceAttempt) -> None:
-        """Copy all that is left for a sink rank, as prefill is over."""
         self._join(attempt)
         if attempt.send is not None:
             self._changed[attempt.send.request] = None
 
     def request_released(self, request: Request, routed: tuple[int, ...], lost: Mapping[int, KvprotoError]) -> None:
-        """End a request that no sink rank needs any more."""
         self._end(request, Undelivered(request, routed, lost) if lost else Freed(request, routed))
 
     def request_expired(self, request: Request) -> None:
-        """End a request whose deadline has passed."""
         self._end(request, Expired(request))
 
     def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
-        """Report that a sink rank has read what it was offered."""
         send, attempt.send = attempt.send, None
         if send is None or send.program is None or send.request not in self.requests:  # its engine has forgotten it
             return

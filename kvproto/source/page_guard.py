@@ -12,8 +12,7 @@ from kvproto.copying.execute import PageSums
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import windows
 from kvproto.errors import RemoteError
-from kvproto.planning.axes import length_of
-from kvproto.planning.kinds import KINDS
+from kvproto.planning.kinds import KINDS, length_of
 from kvproto.planning.plan import plan
 from kvproto.rank.checksums import PageSumming, Sums
 from kvproto.rank.pool import Pool

@@ -11,9 +11,8 @@ from kvproto.copying.grants import begins_of, cut_to_begins, held_from, items_be
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.errors import RemoteError
-from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
 from kvproto.planning.geometry import Group
-from kvproto.planning.kinds import KINDS
+from kvproto.planning.kinds import KINDS, NO_AXES, TOKENS, axis_of, length_of
 from kvproto.planning.plan import Route
 from kvproto.source.progress import Available, layers_of
 from kvproto.transport.staging.packed import Layer

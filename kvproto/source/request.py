@@ -11,12 +11,11 @@ import numpy as np
 
 from kvproto.errors import KvprotoError, LocalError, bad, check_type, check_whole
 from kvproto.events import Over
-from kvproto.planning.axes import NO_AXES
 from kvproto.planning.geometry import Geometry
-from kvproto.planning.kinds import KINDS
+from kvproto.planning.kinds import KINDS, NO_AXES
 from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import EngineRank
-from kvproto.rank.handles import TicketHandle
+from kvproto.rank.handles import Handle
 from kvproto.rank.page_tables import PageRules, PageTables, RequestTables, Since
 from kvproto.rank.pool import Pool
 from kvproto.session.tickets import TicketState
@@ -33,17 +32,16 @@ _AT_ONCE = 1 << 20
 """Bytes that `finish` may copy in the thread that calls it."""
 
 
-class Request(TicketHandle[Over]):
+class Request(Handle[Over]):
     """The handle of a request at a source, from its ticket until its pages are free.
 
     It ends with Freed, with Undelivered if a sink rank may not have the request, or with Expired after its deadline.
     """
 
     def __init__(self, rank: EngineRank, calls: SourceNode, ticket: Ticket, prompt: Prompt) -> None:
-        super().__init__(rank, ticket)
-        self._rank, self._calls, self.pool = rank, calls, rank.pool
-        self.prompt, self._length = prompt, len(prompt)
-        """The prompt to compute."""
+        super().__init__(rank)
+        self._calls, self.pool = calls, rank.pool
+        self.ticket, self.prompt, self._length = ticket, prompt, len(prompt)
         self.computed_at: float | None = None
         """The time at which `finish` was called, in seconds of `time.monotonic`."""
         self._finished = False

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvproto.copying.columns import columns_at
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import RankLayout, Window
+from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.errors import LocalError
 from kvproto.planning.geometry import Geometry, Group, lane_bytes
 from kvproto.planning.kinds import KINDS
@@ -47,7 +47,8 @@ class HostCopies:
         """Host memory by group, one page after the other."""
         self._bytes = {group: np.from_dlpack(memory).view(np.uint8).data for group, memory in self.memory.items()}
         host = as_pool(pool, lengths, slots)
-        routes = tuple(_route(pool.groups[group], pool.shares[group]) for group in rows)
+        boxes = {group: tuple(_boxes(pool.groups[group], pool.shares[group])) for group in rows}
+        routes = tuple(Route(0, 0, group, of_group, bytes(32)) for group, of_group in boxes.items())
         self._out, self._in = Pair(routes, pool, host), Pair(routes, host, pool)
 
     def page(self, slot: int) -> dict[int, memoryview]:
@@ -60,12 +61,12 @@ class HostCopies:
     def to_host(self, pool: Sequence[int], host: Sequence[int]) -> Paging:
         """Start to copy slots of the pool into slots of the host."""
         program = self._out.lower(self._pool_windows(pool), self._host_windows(host))
-        return self._count(self.pager.save(program, self._regions, self.memory))
+        return self._count(program, self.pager.save(program, self._regions, self.memory))
 
     def to_pool(self, host: Sequence[int], pool: Sequence[int]) -> Paging:
         """Start to copy slots of the host into slots of the pool."""
         program = self._in.lower(self._host_windows(host), self._pool_windows(pool))
-        return self._count(self.pager.load(program, self.memory, self._regions))
+        return self._count(program, self.pager.load(program, self.memory, self._regions))
 
     def close(self) -> None:
         """Free the host memory, once all copies are over; memory with live views is freed with the last of them."""
@@ -75,9 +76,9 @@ class HostCopies:
             with suppress(BufferError):
                 self.memory.popitem()[1].close()
 
-    def _count(self, copy: Paging) -> Paging:
+    def _count(self, program: CopyProgram, copy: Paging) -> Paging:
         self.programs += 1
-        self.bytes += copy.bytes
+        self.bytes += program.bytes
         return copy
 
     def _pool_windows(self, slots: Sequence[int]) -> dict[int, Window]:
@@ -136,12 +137,8 @@ def as_pool(side: RankLayout, lengths: Mapping[int, int], slots: int) -> RankLay
     return RankLayout(geometry, side.rank, columns)
 
 
-def _route(group: Group, share: Owns) -> Route:
-    """A route from a rank to itself with everything that it owns of a group."""
-    return Route(0, 0, group.id, tuple(_boxes(group, share)), bytes(32))
-
-
 def _boxes(group: Group, share: Owns) -> Iterator[Box]:
+    """The boxes of a route from a rank to itself, with everything that it owns of a group."""
     layers, names = share.layers.astype(np.int64), [part.name for part in group.parts]
     for run in np.split(layers, np.flatnonzero(np.diff(layers) != 1) + 1):
         begin, end = int(run[0]), int(run[-1]) + 1

@@ -9,16 +9,17 @@ msgpack refuses maps that are longer than any message or struct, before it hashe
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
 from msgpack import ExtType, packb, unpackb
 
 from kvproto.wire import enums, tables
-from kvproto.wire.fields import DTYPES, count_values, ends, ext, handler, integers
-from kvproto.wire.reader import Fault
+from kvproto.wire.fields import DTYPES, Fault, count_values, ends, ext, handler, integers
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
+from kvproto.wire.writer import MAKERS
 
 LARGEST = 1 << 16
 """The largest body that becomes objects before it is checked, in bytes."""
@@ -50,10 +51,10 @@ def read_canonical(name: str, body: bytes) -> Any:
     return value
 
 
-def _struct_reader(name: str) -> Read:
-    cls = CLASSES[name]
+@cache
+def _struct(name: str) -> Read:
+    cls, ruled = CLASSES[name], name in tables.RULES
     known = {field[0]: (field[1], *integers(field), handler(field, _MAKERS)) for field in tables.FIELDS[name]}
-    ruled = name in tables.RULES
 
     def read(fields: Any) -> Any:
         last = 0
@@ -71,10 +72,6 @@ def _struct_reader(name: str) -> Read:
         return value
 
     return read
-
-
-def _struct(name: str) -> Read:
-    return lambda packed: _READERS[name](packed)
 
 
 def _list(item: Read, low: int, high: int, _: str) -> Read:
@@ -105,15 +102,6 @@ def _numbers(widest: int, low: int, high: int) -> Read:
     return read
 
 
-def _uint(low: int, high: int) -> Read:
-    def read(packed: Any) -> Any:
-        if packed.__class__ is int and low <= packed <= high:
-            return packed
-        raise _Doubt
-
-    return read
-
-
 def _enum(name: str) -> Read:
     known = {int(member): member for member in getattr(enums, name)}
     is_open = name in tables.OPEN_ENUMS
@@ -130,37 +118,8 @@ def _enum(name: str) -> Read:
     return read
 
 
-def _bytes(low: int, high: int) -> Read:
-    def read(packed: Any) -> Any:
-        if packed.__class__ is bytes and low <= len(packed) <= high:
-            return packed
-        raise _Doubt
-
-    return read
-
-
-def _text(low: int, high: int) -> Read:
-    def read(packed: Any) -> Any:
-        if packed.__class__ is str:
-            size = len(packed) if packed.isascii() else len(packed.encode())
-            if low <= size <= high:
-                return packed
-        raise _Doubt
-
-    return read
-
-
-def _boolean() -> Read:
-    def read(packed: Any) -> Any:
-        if packed.__class__ is bool:
-            return packed
-        raise _Doubt
-
-    return read
-
-
 _MAKERS: Mapping[str, Callable[..., Read]] = {
-    "list": _list, "struct": _struct, "numbers": _numbers, "uint": _uint, "enum": _enum, "bytes": _bytes, "text": _text,
-    "boolean": _boolean,
+    **MAKERS, "list": _list, "struct": _struct, "numbers": _numbers, "enum": _enum,
 }  # fmt: skip
-_READERS = {name: _struct_reader(name) for name in tables.FIELDS}
+"""The makers of the writer for values that stay the same when they are packed, and readers for the others."""
+_READERS = {name: _struct(name) for name in tables.FIELDS}

@@ -1,4 +1,4 @@
-"""The registry's tables as the readers and the writer use them: the handler of a field."""
+"""Tools of the readers and the writer: the handler of a field by the registry's tables, and refusals."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -6,15 +6,32 @@ from typing import Any, TypeVar
 import numpy as np
 from msgpack import ExtType
 
+from kvproto.errors import WireError
 from kvproto.wire import tables
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.plain import refuse
 
 Handler = TypeVar("Handler")
 DTYPES = {code: np.dtype(f"<{kind}{width}") for code, (kind, width) in tables.ARRAY_KINDS.items()}
 """Ext code to the element type of a number array."""
 BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 """Type of an integer to its bits."""
-_FEW = 64
+FEW = 64
 """Elements up to which Python compares sooner than numpy."""
+
+
+class Fault(Exception):
+    """A refusal on its way up; containers add their steps to its path, so that valid input does not pay for paths."""
+
+    def __init__(self, code: ErrorCode, mine: object, yours: object, *steps: str) -> None:
+        super().__init__(code)
+        self.code, self.mine, self.yours, self.steps = code, mine, yours, list(steps)
+
+    def error(self, path: str = "") -> WireError:
+        """The WireError with the whole path, which goes on from `path`."""
+        for step in reversed(self.steps):
+            path += step if not path or step.startswith("[") else f".{step}"
+        return refuse(self.code, path, self.mine, self.yours)
 
 
 def handler(field: tables.Field, makers: Mapping[str, Callable[..., Handler]]) -> Handler:
@@ -60,7 +77,7 @@ def count_values(value: Any) -> int:
 
 def ends(values: np.ndarray[Any, Any]) -> tuple[int, int]:
     """The least and the largest element of a number array that is not empty; 0 may stand for the least unsigned one."""
-    if values.size <= _FEW:
+    if values.size <= FEW:
         numbers = values.tolist()
         return min(numbers), max(numbers)
     return (0 if values.dtype.kind == "u" else int(values.min())), int(values.max())

@@ -9,13 +9,11 @@ import numpy as np
 
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.reader import Fault
+from kvproto.wire.fields import FEW, Fault
 
 _Break = tuple[str, object, object]
 """Path below the map, the value that the rule wants, the value that came."""
 _Rule = Callable[[Any], _Break | None]
-_FEW = 64
-"""Elements up to which Python compares neighbours sooner than numpy."""
 
 
 def check(name: str, value: Any) -> None:
@@ -36,7 +34,7 @@ def _order(right: Callable[[Any, Any], Any], mine: str) -> Callable[..., _Rule]:
             if elements is None or len(elements) < 2:
                 return None
             if isinstance(elements, np.ndarray):
-                if len(elements) > _FEW and right(elements[:-1], elements[1:]).all():
+                if len(elements) > FEW and right(elements[:-1], elements[1:]).all():
                     return None
                 elements = elements.tolist()
             # text in the order of code points, which is that of its UTF-8

@@ -1,15 +1,210 @@
-"""The strict reader, which the tables drive: it alone refuses a body, with a code and a path."""
+"""The strict reader of canonical msgpack, which the tables drive: it alone refuses a body, with a code and a path.
+
+It holds each length against the limits and the buffer before anything is made.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.fields import handler
+from kvproto.wire.fields import DTYPES, Fault, ends, handler
 from kvproto.wire.plain import refuse
-from kvproto.wire.reader import Fault, Reader
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
+
+_UINT = {0xCC: (1, 0x80), 0xCD: (2, 0x100), 0xCE: (4, 0x10000), 0xCF: (8, 0x100000000)}
+"""By first byte: the bytes of a number, and the least value that needs them."""
+_INT = {0xD0: (1, -0x20), 0xD1: (2, -0x80), 0xD2: (4, -0x8000), 0xD3: (8, -0x80000000)}
+"""By first byte: the bytes of a negative number, and the value that all numbers that need them are below."""
+_FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+_EXT = {0xC7: (1, 0), 0xC8: (2, 0x100), 0xC9: (4, 0x10000)}
+_BIN = {0xC4: (1, 0), 0xC5: (2, 0x100), 0xC6: (4, 0x10000)}
+_STR = {0xD9: (1, 32), 0xDA: (2, 0x100), 0xDB: (4, 0x10000)}
+_ARRAY = {0xDC: (2, 16), 0xDD: (4, 0x10000)}
+_MAP = {0xDE: (2, 16), 0xDF: (4, 0x10000)}
+
+
+class Reader:
+    """A cursor over one body."""
+
+    __slots__ = ("at", "end", "left", "trace", "view")
+
+    def __init__(self, view: memoryview, values: int, trace: list[tuple[int, str, object]] | None = None) -> None:
+        """`values` is the number of entries and elements that all maps and lists may have together."""
+        self.view, self.at, self.end, self.left, self.trace = view, 0, len(view), values, trace
+
+    def mark(self, kind: str, note: object) -> None:
+        """Note in the trace, if there is one, what the bytes up to here were; readers of many values check first."""
+        if self.trace is not None:
+            self.trace.append((self.at, kind, note))
+
+    def _byte(self) -> int:
+        at = self.at
+        if at >= self.end:
+            raise Fault(ErrorCode.TRUNCATED, "a value", "the end")
+        self.at = at + 1
+        return self.view[at]
+
+    def _take(self, size: int) -> memoryview:
+        at = self.at
+        if size > self.end - at:
+            raise Fault(ErrorCode.TRUNCATED, f"{size} bytes", f"{self.end - at} bytes")
+        self.at = at + size
+        return self.view[at : at + size]
+
+    def _number(self, form: tuple[int, int], signed: bool = False) -> int:
+        value = int.from_bytes(self._take(form[0]), "big", signed=signed)
+        if value >= form[1] if signed else value < form[1]:
+            raise Fault(ErrorCode.NOT_CANONICAL, "the shortest form", f"a number of {form[0]} bytes")
+        return value
+
+    def uint(self) -> int:
+        """An integer from 0 on."""
+        at = self.at
+        if at < self.end and self.view[at] < 0x80:
+            self.at = at + 1
+            return self.view[at]
+        head = self._byte()
+        form = _UINT.get(head)
+        if form is not None:
+            return self._number(form)
+        if head in _INT:
+            self._number(_INT[head], signed=True)
+        raise _wrong(head, "an unsigned integer")
+
+    def uint_in(self, low: int, high: int) -> int:
+        """An integer in [low, high]."""
+        value = self.uint()
+        if not low <= value <= high:
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high}", value)
+        return value
+
+    def boolean(self) -> bool:
+        """True or false."""
+        head = self._byte()
+        if head not in (0xC2, 0xC3):
+            raise _wrong(head, "a boolean")
+        return head == 0xC3
+
+    def _length(self, head: int, forms: dict[int, tuple[int, int]], kind: str, limit: int) -> int:
+        form = forms.get(head)
+        if form is None:
+            raise _wrong(head, kind)
+        size = self._number(form)
+        if size > limit:
+            raise Fault(ErrorCode.TOO_LARGE, limit, size)
+        return size
+
+    def map_header(self, depth: int) -> int:
+        """Entries of a map; each takes two bytes at least."""
+        if depth > tables.MAX_DEPTH:
+            raise Fault(ErrorCode.TOO_DEEP, tables.MAX_DEPTH, depth)
+        head = self._byte()
+        count = head - 0x80 if 0x80 <= head <= 0x8F else self._length(head, _MAP, "a map", tables.MAX_LIST)
+        return self._room(count, 2)
+
+    def array_header(self, depth: int) -> int:
+        """Elements of a list; each takes one byte at least."""
+        if depth > tables.MAX_DEPTH:
+            raise Fault(ErrorCode.TOO_DEEP, tables.MAX_DEPTH, depth)
+        head = self._byte()
+        count = head - 0x90 if 0x90 <= head <= 0x9F else self._length(head, _ARRAY, "a list", tables.MAX_LIST)
+        return self._room(count, 1)
+
+    def _room(self, count: int, least: int) -> int:
+        self.left -= count
+        if self.left < 0:
+            raise Fault(ErrorCode.TOO_LARGE, f"{tables.MAX_VALUES} in the body", f"{-self.left} more")
+        if count * least > self.end - self.at:
+            raise Fault(ErrorCode.TRUNCATED, f"{count * least} bytes", f"{self.end - self.at} bytes")
+        return count
+
+    def bytes(self, low: int, high: int) -> bytes:
+        """A byte string of low to high bytes."""
+        size = self._length(self._byte(), _BIN, "a byte string", tables.MAX_BYTES)
+        data = self._take(size)
+        if not low <= size <= high:
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} bytes", f"{size} bytes")
+        return bytes(data)
+
+    def text(self, low: int, high: int) -> str:
+        """A UTF-8 string of low to high bytes."""
+        head = self._byte()
+        size = head - 0xA0 if 0xA0 <= head <= 0xBF else self._length(head, _STR, "a string", tables.MAX_STRING)
+        data = self._take(size)
+        try:
+            decoded = str(data, "utf-8")
+        except UnicodeDecodeError:
+            raise Fault(ErrorCode.BAD_TEXT, "UTF-8", "other bytes") from None
+        if not low <= size <= high:
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} bytes", f"{size} bytes")
+        return decoded
+
+    def numbers(self, kinds: str, widest: int, low: int = 0, high: int = tables.MAX_ARRAY) -> np.ndarray[Any, Any]:
+        """A number array of low to high elements, as a view; `kinds` are those of "u" and "i" that may occur."""
+        head = self._byte()
+        size = _FIXEXT.get(head)
+        if size is None:
+            size = self._length(head, _EXT, "a number array", 1 << 32)  # the limit is in elements, below
+            if size in (1, 2, 4, 8, 16):
+                raise Fault(ErrorCode.NOT_CANONICAL, "the shortest form", f"{size} bytes of ext")
+        code = self._byte()
+        kind, width = tables.ARRAY_KINDS.get(code, ("", 0))
+        if not kind or kind not in kinds or width > widest:
+            raise Fault(ErrorCode.BAD_TYPE, f"numbers of at most {widest} bytes", f"ext {code}")
+        if size % width:
+            raise Fault(ErrorCode.BAD_LENGTH, f"whole numbers of {width} bytes", f"{size} bytes")
+        if size > width * tables.MAX_ARRAY:
+            raise Fault(ErrorCode.TOO_LARGE, tables.MAX_ARRAY, size // width)
+        values = np.frombuffer(self._take(size), DTYPES[code])
+        if (code > 1 and not size) or (width > 1 and _narrower(values, kind, width)):
+            raise Fault(ErrorCode.NOT_CANONICAL, "the narrowest width", f"{width} bytes")
+        if not low <= values.size <= high:
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"at least {low} elements", f"{values.size} elements")
+        return values
+
+    def skip(self, depth: int) -> None:
+        """Skip a value that may be ignored, which must be canonical nevertheless."""
+        if self.at >= self.end:
+            raise Fault(ErrorCode.TRUNCATED, "a value", "the end")
+        head = self.view[self.at]
+        if head < 0x80 or head in _UINT:
+            self.uint()
+        elif head >= 0xE0:
+            self.at += 1
+        elif head in _INT:
+            self.at += 1
+            self._number(_INT[head], signed=True)
+        elif head <= 0x8F or head in _MAP:
+            last = 0
+            for _ in range(self.map_header(depth)):
+                last = self._key(last)
+                self.skip(depth + 1)
+        elif head <= 0x9F or head in _ARRAY:
+            for _ in range(self.array_header(depth)):
+                self.skip(depth + 1)
+        elif head <= 0xBF or head in _STR:
+            self.text(0, tables.MAX_STRING)
+        elif head in _BIN:
+            self._take(self._length(self._byte(), _BIN, "a byte string", tables.MAX_BYTES))
+        elif head in (0xC2, 0xC3):
+            self.at += 1
+        elif head in _FIXEXT or head in _EXT:
+            self.numbers("ui", 8)
+        else:
+            raise _wrong(head, "a value of the canonical form")
+
+    def _key(self, last: int) -> int:
+        key = self.uint()
+        if key <= last:
+            raise Fault(ErrorCode.FIELD_ORDER, f"above {last}", key)
+        if key > 0xFFFF:
+            raise Fault(ErrorCode.OUT_OF_RANGE, "at most 0xffff", key)
+        return key
+
 
 Read = Callable[[Reader, int], Any]
 
@@ -141,3 +336,14 @@ _MAKERS: Mapping[str, Callable[..., Read]] = {
     "boolean": lambda: _leaf(lambda reader: reader.boolean()),
 }
 _READERS: dict[str, Read] = {name: _struct_reader(name) for name in tables.FIELDS}
+
+
+def _narrower(values: np.ndarray[Any, Any], kind: str, width: int) -> bool:
+    """Tell if half the width holds all elements."""
+    half = 1 << 4 * width - (kind == "i")
+    least, most = ends(values)
+    return most < half and (kind == "u" or least >= -half)
+
+
+def _wrong(head: int, wanted: str) -> Fault:
+    return Fault(ErrorCode.BAD_TYPE, wanted, f"first byte {head:#04x}")

@@ -1,6 +1,7 @@
 """The writer of bodies: turns attrs objects into what msgpack packs, and refuses everything that the readers would."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,8 @@ from msgpack import ExtType, packb
 from kvproto.errors import LocalError
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.fields import DTYPES, count_values, ends, ext, handler, integers
+from kvproto.wire.fields import DTYPES, Fault, count_values, ends, ext, handler, integers
 from kvproto.wire.plain import refuse
-from kvproto.wire.reader import Fault
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
 
@@ -53,7 +53,7 @@ def validate(value: Any) -> dict[int, Any]:
 def check_field(name: str, field: str, value: Any, path: str) -> None:
     """Raise WireError, at the path, unless the field may have this value."""
     try:
-        _FIELD_WRITERS[name, field](value)
+        _FIELD_WRITERS[name][field](value)
     except Fault as fault:
         raise fault.error(path) from None
 
@@ -66,10 +66,11 @@ def check_rules(value: Any, path: str) -> None:
         raise fault.error(path) from None
 
 
-def _struct_writer(name: str) -> Write:
-    cls = CLASSES[name]
-    rows = [(*row[:2], row[3], *integers(row), _FIELD_WRITERS[name, row[1]]) for row in tables.FIELDS[name]]
-    ruled = name in tables.RULES
+@cache
+def _struct(name: str) -> Write:
+    cls, ruled = CLASSES[name], name in tables.RULES
+    writers = _FIELD_WRITERS[name] = {row[1]: handler(row, MAKERS) for row in tables.FIELDS[name]}
+    rows = [(*row[:2], row[3], *integers(row), writers[row[1]]) for row in tables.FIELDS[name]]
 
     def write(value: Any) -> dict[int, Any]:
         if type(value) is not cls:
@@ -93,11 +94,6 @@ def _struct_writer(name: str) -> Write:
         return fields
 
     return write
-
-
-def _struct(name: str) -> Write:
-    cls = CLASSES[name]
-    return lambda value: _WRITERS[cls](value)
 
 
 def _uint(low: int, high: int) -> Write:
@@ -129,9 +125,9 @@ def _bytes(low: int, high: int) -> Write:
         if not isinstance(value, _BYTES):
             raise _wrong("bytes", value)
         data = bytes(value)
-        if len(data) > tables.MAX_BYTES:
-            raise Fault(ErrorCode.TOO_LARGE, tables.MAX_BYTES, len(data))
         if not low <= len(data) <= high:
+            if len(data) > tables.MAX_BYTES:
+                raise Fault(ErrorCode.TOO_LARGE, tables.MAX_BYTES, len(data))
             raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} bytes", f"{len(data)} bytes")
         return data
 
@@ -143,12 +139,12 @@ def _text(low: int, high: int) -> Write:
         if not isinstance(value, str):
             raise _wrong("a string", value)
         try:
-            size = len(value.encode())
+            size = len(value) if value.isascii() else len(value.encode())
         except UnicodeEncodeError:
             raise Fault(ErrorCode.BAD_TEXT, "UTF-8", "a lone surrogate") from None
-        if size > tables.MAX_STRING:
-            raise Fault(ErrorCode.TOO_LARGE, tables.MAX_STRING, size)
         if not low <= size <= high:
+            if size > tables.MAX_STRING:
+                raise Fault(ErrorCode.TOO_LARGE, tables.MAX_STRING, size)
             raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} bytes", f"{size} bytes")
         return value
 
@@ -209,9 +205,9 @@ def _wrong(wanted: str, value: object) -> Fault:
     return Fault(ErrorCode.BAD_TYPE, wanted, type(value).__name__)
 
 
-_MAKERS: Mapping[str, Callable[..., Write]] = {
+MAKERS: Mapping[str, Callable[..., Write]] = {
     "list": _list, "struct": _struct, "numbers": _numbers, "uint": _uint, "enum": _enum, "bytes": _bytes, "text": _text,
     "boolean": _boolean,
 }  # fmt: skip
-_FIELD_WRITERS = {(name, row[1]): handler(row, _MAKERS) for name, rows in tables.FIELDS.items() for row in rows}
-_WRITERS: dict[type[Any], Write] = {CLASSES[name]: _struct_writer(name) for name in tables.FIELDS}
+_FIELD_WRITERS: dict[str, dict[str, Write]] = {}
+_WRITERS = {CLASSES[name]: _struct(name) for name in tables.FIELDS}

@@ -29,8 +29,7 @@ from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.error_fields import refusal
 from kvproto.session.inline import SinkInline, SourceInline
 from kvproto.session.intent import SinkIntent, SourceIntent
-from kvproto.session.leases import Lease
-from kvproto.session.pull import SinkPull, SourcePull
+from kvproto.session.pull import Lease, SinkPull, SourcePull
 from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
 from kvproto.session.source import SourceSession

@@ -27,7 +27,7 @@ from kvproto import Options, Pool, Prompt, Ticket
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Arrived, Connected, Lost, PagesFree
 from kvproto.net import Dialer
-from kvproto.planning.axes import NO_AXES
+from kvproto.planning.kinds import NO_AXES
 from kvproto.rank.base import party_of
 from kvproto.rank.page_tables import grants_of
 from kvproto.sink import Fetch

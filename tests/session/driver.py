@@ -12,8 +12,8 @@ from kvproto import Pool
 from kvproto.copying.grants import items_needed
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Connected
-from kvproto.planning.axes import NO_AXES
 from kvproto.planning.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
+from kvproto.planning.kinds import NO_AXES
 from kvproto.session import Exposed, Party, Registration, SinkEndpoint, SourceEndpoint
 from kvproto.session.descriptions import Described
 from kvproto.session.records import Answer, SinkAttempt, SinkTransfer, SourceAttempt

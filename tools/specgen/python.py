@@ -298,48 +298,24 @@ def metrics_module(facts: Facts) -> str:
     return "\n".join([*out, '"""Upper ends of the buckets of histograms, in seconds."""']) + "\n"
 
 
-_EXPANDED = '''
-State = TypeVar("State", bound=Enum)
-_Moves = tuple[tuple[str, str, str, str], ...]
-"""States before, the message, the state after if it is another one, and the features of which one must be chosen."""
-_Rows = tuple[dict[tuple[State, str], State], dict[tuple[State, str], frozenset[Feature]]]
-
-
-def _rows(states: type[State], moves: _Moves) -> _Rows[State]:
-    """The state after each row (state, message); and the features of rows that sessions without one of them lack."""
-    after_of, features_of = dict[tuple[State, str], State](), dict[tuple[State, str], frozenset[Feature]]()
-    for befores, message, after, features in moves:
-        for before in befores.split():
-            row = states(before), message
-            after_of[row] = states(after or before)
-            if features:
-                features_of[row] = frozenset(Feature[name] for name in features.split())
-    return after_of, features_of
-'''
-
-
 def transitions_module(facts: Facts) -> str:
-    """kvproto/session/transitions.py: every row, and the features that it needs."""
+    """kvproto/session/transitions.py, rows of: states before, the message, the state after if it is another, and the
+    features of which one must be chosen."""
     out = [
         f'"""States and moves of a session and its transfers, as spec/v1/session.md states them. {HEAD}"""',
         "",
         "from enum import Enum",
-        "from typing import TypeVar",
-        "",
-        "from kvproto.wire.enums import Feature",
         "",
     ]
     for name, machine in facts["machine"].items():
         out += ["", f"class {name.title()}State(Enum):", f'    """{machine["doc"]}"""']
         out += ["    __hash__ = object.__hash__  # rows are looked up by it for every message"]
         out += [*(f'    {state["name"].upper()} = "{state["name"]}"' for state in machine["state"]), ""]
-    out.append(_EXPANDED)
     for name in facts["machine"]:
         befores: dict[tuple[str, str, str], list[str]] = {}
         for before, message, after, features in moves(facts, name):
             key = message, "" if after == before else after, " ".join(features)
             befores.setdefault(key, []).append(before)
-        out += ["", f"{name.upper()}, {name.upper()}_FEATURES = _rows({name.title()}State, ("]
-        out += [f"    {_source((' '.join(states), *key))}," for key, states in befores.items()]
-        out.append("))")
+        out += ["", f"{name.upper()}_MOVES = ("]
+        out += [*(f"    {_source((' '.join(states), *key))}," for key, states in befores.items()), ")"]
     return "\n".join(out) + "\n"
