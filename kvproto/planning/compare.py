@@ -9,7 +9,7 @@ import numpy as np
 
 from kvproto.errors import PlanError
 from kvproto.planning.cache import BITS
-from kvproto.planning.conversion import converted, name_of, shared_name
+from kvproto.planning.conversion import converted, name_of, scaled_by, shared_name
 from kvproto.planning.deals import deal_text, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import KINDS, axis_of
@@ -180,12 +180,12 @@ def check_scales(src: Group, dst: Group, index: int, layers: Iterable[tuple[int,
     if any(scales is None for scales in stated) or len(stated) < 2:
         return
     for layer in (layer for lo, hi in layers for layer in range(lo, hi)):
-        mine, yours = (_scale(scales, layer) for scales in (stated[0], stated[-1]) if scales is not None)
-        if mine != yours:
+        here, there = (_scale(scales, layer) for scales in (stated[0], stated[-1]) if scales is not None)
+        if here != there:
             path = f"groups[{dst.name}].parts[{part.name}].x_scales"
             advice = "codes of one scale mean other numbers by another: serve one checkpoint's scales on both sides"
-            values = (f"{value:.9g} of layer {layer}" for value in (mine, yours))
-            raise PlanError(ErrorCode.DTYPE_MISMATCH, path, *values, advice)
+            mine, yours = (f"{value:.9g} of layer {layer}" for value in (here, there))
+            raise PlanError(ErrorCode.DTYPE_MISMATCH, path, mine, yours, advice)
 
 
 def _scale(scales: UIntArray, layer: int) -> float:
