@@ -482,9 +482,11 @@ class Read(dict[str, Any]):
         unknown = [
             name
             for name, value in self.items()
-            if name not in self._read and name not in BESIDE and ABOUT_CACHES.search(name)
+            if name not in self._read
+            and name not in BESIDE
+            and ABOUT_CACHES.search(name)
             and any(v and not isinstance(v, float) for v in (value if isinstance(value, list) else [value]))
-        ]  # fmt: skip
+        ]
         if unknown:
             wanted = "fields that are known" if len(unknown) > 1 else "a field that is known"
             wanted += ": state the caches by kvproto.Cache; if none depends on it, leave it out (--ignore)"
