@@ -168,6 +168,17 @@ def test_many_pairs_and_layers_share_a_launch(kernels: Kernels) -> None:
     assert all(np.array_equal(found[b.rank], contents(b.pool)) for _, b, _, _ in jobs)
 
 
+def test_a_copy_of_many_runs_goes_in_parts(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvproto.transport.cuda.kernel._FIRST_RUNS", 1)
+    a, b, program = World.of(*WORLDS[1]).programs[0]
+    parts = kernel.parts([job(program, addresses(a), addresses(b))], 4)
+    assert len(parts) > 1
+    assert sum(run(kernels, *part).bytes for part in parts) == program.bytes
+    found = contents(b.pool).copy()
+    execute(program, regions(a), regions(b))
+    assert np.array_equal(found, contents(b.pool))
+
+
 @pytest.mark.parametrize(("source", "sink"), PAIRS)
 def test_a_source_sums_what_it_converts(kernels: Kernels, source: Engine, sink: Engine) -> None:
     """KVP-CNV-VERIFY; a sink sums its bytes as ever."""
