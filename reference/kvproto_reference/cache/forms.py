@@ -18,13 +18,13 @@ def scale_of(rows: Tensor) -> Tensor:
     return size.amax(-1, keepdim=True).clamp(min=_LEAST) / _GREATEST
 
 
-def narrow(rows: Tensor, scale: Tensor) -> Tensor:
-    """F8E4M3 codes, uint8 [..., row_dim], of rows by their scales [..., 1]."""
+def narrow(rows: Tensor, scale: Tensor | float) -> Tensor:
+    """F8E4M3 codes, uint8 [..., row_dim], of rows by their scales [..., 1], or by one power of two."""
     values = rows.float() / scale
     codes = values.clamp(-_GREATEST, _GREATEST).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(values.isnan(), _NAN, codes)
 
 
-def wide(codes: Tensor, scale: Tensor) -> Tensor:
-    """Float32 rows [..., row_dim] of codes by their scales [..., 1]."""
+def wide(codes: Tensor, scale: Tensor | float) -> Tensor:
+    """Float32 rows [..., row_dim] of codes by their scales [..., 1], or by one."""
     return codes.view(torch.float8_e4m3fn).float() * scale

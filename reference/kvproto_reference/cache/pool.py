@@ -145,7 +145,7 @@ class KVPool:
         if self.form == MODEL:
             yield part, rows
         elif self.form == "e4m3_tensor":
-            yield part, narrow(rows, rows.new_tensor(TENSOR_SCALE, dtype=torch.float32))
+            yield part, narrow(rows, TENSOR_SCALE)
         else:
             scale = scale_of(rows)
             yield part, narrow(rows, scale)
@@ -161,8 +161,7 @@ class KVPool:
         """Rows as they are read from what is stored of them."""
         if self.form == MODEL:
             return stored[part]
-        scale = stored.get(f"{part}_scale")
-        return wide(stored[part], torch.tensor(TENSOR_SCALE, device=self.device) if scale is None else scale)
+        return wide(stored[part], stored.get(f"{part}_scale", TENSOR_SCALE))
 
 
 def _dtype(config: ModelConfig, form: str) -> torch.dtype:
