@@ -13,6 +13,7 @@ from kvproto import Cache, DType, lay_out
 from kvproto_reference.attention.batch import Span, batch_of
 from kvproto_reference.attention.torch_kernel import TorchKernel
 from kvproto_reference.cache import KVPool, Shard
+from kvproto_reference.cache.forms import FORMS
 from kvproto_reference.cache.memory import shareable
 from kvproto_reference.engine import description
 from kvproto_reference.models import ModelConfig
@@ -30,7 +31,9 @@ WORLDS: dict[str, list[ModelConfig]] = {
 WORLDS["latent"] = WORLDS["mla"][:1]
 _TOKEN = {"token": (DType.I32, 4)}
 _HIDDEN = {**_TOKEN, "hidden": (DType.U8, 24)}
-HANDOFF = {"gqa": _TOKEN, "mla": _HIDDEN, "latent": _HIDDEN, "long": _TOKEN}
+HANDOFF = {"gqa": _TOKEN, "mla": _HIDDEN, "latent": _HIDDEN, "long": _TOKEN, "bf16": _TOKEN}
+CONVERTS = {"bf16": [ModelConfig(kind="gqa", layers=2, heads=2, kv_heads=2, head_dim=32, dtype="bfloat16", **_SIZES)]}
+"""Worlds in bfloat16 whose rows may be converted to FP8 and back; what an engine in FP8 stores, it rounds by itself."""
 
 
 def configs(world: str) -> list[ModelConfig]:
@@ -52,8 +55,9 @@ class TorchCache(EngineCache):
     """Pools of the reference engine in torch, written and read by its step."""
 
     def __init__(self, world: str, heads_first: bool) -> None:
-        models = configs(world)
-        caches = [description.cache(n, model, description.Layout(), (16, 8)[n]) for n, model in enumerate(models)]
+        models = CONVERTS.get(world) or configs(world)
+        layout = description.Layout(kv_converts=FORMS[1:] if world in CONVERTS else ())
+        caches = [description.cache(n, model, layout, (16, 8)[n]) for n, model in enumerate(models)]
         geometry = lay_out([*caches, Cache.handoff("first", HANDOFF[world])])
         self.pools = {
             cache.group.name: KVPool.allocate(model, ITEMS, cache.group.rows, memory=shareable)

@@ -120,6 +120,15 @@ def test_the_reference_engines_pass_with_their_own_pools_and_attention(framework
     assert [(r.status, r.text) for r in run(adapter(f"live_{framework}.py"), chosen)] == [("pass", "")]
 
 
+@pytest.mark.parametrize(
+    ("role", "ids"), [("source", {"LIVE-1662", "LIVE-1681", "LIVE-1683"}), ("sink", {"LIVE-1672"})]
+)
+def test_the_reference_engine_hands_over_to_and_from_fp8(role: str, ids: set[str]) -> None:
+    """From bfloat16 of its own pools, which its own attention reads; the suite is in FP8."""
+    chosen = [s for s in list_scenarios(role) if s.id in ids]
+    assert [(r.status, r.text) for r in run(adapter("live_torch.py"), chosen)] == [("pass", "")] * len(ids)
+
+
 @pytest.mark.parametrize(("role", "id"), [("source", "LIVE-101"), ("sink", "LIVE-301")])
 def test_an_engine_with_a_part_in_sections_passes(role: str, id: str) -> None:
     """The suite's side has it in one piece."""

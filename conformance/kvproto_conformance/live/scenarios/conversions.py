@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from kvproto_conformance.live import forms, world
 from kvproto_conformance.live.decode import DecodeRun
@@ -10,6 +11,7 @@ from kvproto_conformance.live.peer import Missed, Peer
 from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.scenario import scenario
 
+Json = dict[str, Any]
 _CAST = "BF16 becomes FP8 by a cast of the framework, by the scale of another head, or by none: fluent, and wrong."
 _SILENT = "Two dtypes are paired because they have as many bytes, or because one side alone was told to convert."
 _OFFERED = ("CONVERT", "VERIFY")
@@ -25,7 +27,7 @@ def _chosen(peer: Peer) -> None:
         raise Missed("CONVERT is claimed, was offered, and was not chosen", "KVP-NEG-CHOOSE")
 
 
-def _other(run: PrefillRun | DecodeRun, conversion: str, ranks: int = 1) -> dict[str, object]:
+def _other(run: PrefillRun | DecodeRun, conversion: str, ranks: int = 1) -> Json:
     """A Description in the other form."""
     return world.mirror(forms.other(run.live.geometry, conversion), ranks)
 
@@ -59,13 +61,14 @@ for _number, (_world, _conversion, _transport) in enumerate(PAIRS):
     )(partial(_takes, conversion=_conversion))  # fmt: skip
 
 
-def _refused(run: PrefillRun, geometry: dict[str, object], offered: tuple[str, ...]) -> None:
+def _refused(run: PrefillRun, geometry: Json, offered: tuple[str, ...]) -> None:
     sink = run.sink(offered=offered)
     sink.greet()
     data, digest = world.digest_of(geometry)
     sent = sink.send("Describe", request=sink.next_id(), version="1", geometry=data, digest=digest)
-    id, path = sent.fields["request"], "groups[kv].parts[k].dtype"
-    run.refused(sink, id, "Refused", "DTYPE_MISMATCH", path, "KVP-CNV-BOTH")
+    group = geometry["groups"][0]  # the engine may have names of its own
+    path = f"groups[{group['name']}].parts[{group['parts'][0]['name']}].dtype"
+    run.refused(sink, sent.fields["request"], "Refused", "DTYPE_MISMATCH", path, "KVP-CNV-BOTH")
 
 
 @scenario("LIVE-1681", "a sink in FP8 that does not offer CONVERT is refused", "KVP-CNV-BOTH", guards=_SILENT,
@@ -91,7 +94,7 @@ def _alone(run: PrefillRun) -> None:
     run.probe()
 
 
-def _gives_up(run: DecodeRun, geometry: dict[str, object], offered: tuple[str, ...]) -> None:
+def _gives_up(run: DecodeRun, geometry: Json, offered: tuple[str, ...]) -> None:
     """A source that answers with a Description of another dtype: nothing is asked of it, and the fetch says why."""
     source, prompt = run.connected(geometry=geometry, offered=offered), run.prompt()
     run.fetch(source, prompt)
