@@ -12,8 +12,6 @@ static unsigned __float_as_uint(float x) { union { float x; unsigned bits; } u =
 static float __uint_as_float(unsigned bits) { union { unsigned bits; float x; } u = {bits}; return u.x; }
 static float __fdiv_rn(float x, float y) { return x / y; }
 static float __fmul_rn(float x, float y) { return x * y; }
-static float __fmaf_rn(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
-static float __frcp_rn(float x) { return 1.0f / x; }
 static void atomicAdd(unsigned long long *at, unsigned long long more) { *at += more; }
 #define EACH_THREAD(blocks_x, blocks_y)                                    \
     for (gridDim.x = (blocks_x), gridDim.y = (blocks_y), blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++) \

@@ -4,8 +4,7 @@
  * GROUP threads of a warp share a block of a lane. A thread has STEP elements of a block at once, aligned as one word, and
  * the first words of DEPTH blocks in flight before it converts any. Macros: THREADS, GROUP, DEPTH, STEP; LOAD and STORE,
  * the types of STEP elements of two bytes and of one; SCALE, that of a scale. Arithmetic is that of integers and of float32
- * that is rounded to nearest even, without subnormal numbers flushed: no fast math. Elements of a block share the
- * reciprocal of their scale, by which two steps of Newton's method give the correctly rounded quotient.
+ * that is rounded to nearest even, without subnormal numbers flushed: no fast math.
  */
 #include "verify.h"
 
@@ -17,7 +16,7 @@ typedef struct { unsigned char of[2]; } Two;
 typedef struct { unsigned char of[4]; } Four;
 
 typedef union { LOAD word; unsigned short of[STEP]; } Wide;
-typedef union { STORE word; unsigned char of[STEP]; unsigned short pairs[(STEP + 1) / 2]; } Narrow;
+typedef union { STORE word; unsigned char of[STEP]; } Narrow;
 typedef union { SCALE word; float of; } Scale;
 
 typedef struct {
@@ -42,35 +41,6 @@ __device__ static u32 to_e4m3(float y)
     else
         code = (size + 0x7FFFF + (size >> 20 & 1) >> 20) - (120 << 3);
     return (bits >> 24 & 0x80) | (code < 0x7E ? code : 0x7E);
-}
-
-/* Two codes, the first in the lower byte. */
-__device__ static __forceinline__ u32 to_pair(float low, float high)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    unsigned short pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-    return pair;
-#else
-    return to_e4m3(low) | to_e4m3(high) << 8;
-#endif
-}
-
-/* Whether `quotient` is exact for a scale: no remainder that matters is less than float32 has, and none overflows. */
-__device__ static __forceinline__ int is_quick(float scale)
-{
-    return (__float_as_uint(scale) >> 23) - 37 <= 180; /* 2^-90 to 2^90 */
-}
-
-/* x / scale, rounded to the nearest; at 512 and beyond, of which all are 448, it may be another such number. */
-__device__ static __forceinline__ float quotient(float x, float scale, float inverse)
-{
-    const float first = __fmul_rn(x, inverse);
-    const float second = __fmaf_rn(__fmaf_rn(-first, scale, x), inverse, first);
-    const float third = __fmaf_rn(__fmaf_rn(-second, scale, x), inverse, second);
-    const u32 near = (__float_as_uint(first) & 0x7FFFFFFF) < 0x44000000; /* 512; not of infinite numbers and NaN */
-    /* the sign is that of x, of zeros too */
-    return __uint_as_float((__float_as_uint(near ? third : first) & 0x7FFFFFFF) | (__float_as_uint(x) & 0x80000000));
 }
 
 __device__ static u32 to_bf16(u32 code, float scale)
@@ -123,20 +93,14 @@ __device__ static __forceinline__ u64 weighed(const unsigned char *bytes, u32 n,
 /* Converts a block, or if `sums` returns the sum of what that gives, of bytes at `to` on the lane axis. */
 __device__ static __forceinline__ u64 convert_block(const Convert c, const char *from, u64 to, u32 own, Wide wide, Narrow narrow, float scale, int sums)
 {
-    const int quick = is_quick(scale);
-    const float inverse = __frcp_rn(scale);
     u64 sum = 0;
     for (u32 e = own; e < c.length; e += GROUP * STEP)
         if (c.made == NARROW) {
             if (e != own)
                 wide.word = *(const LOAD *)(from + 2 * e);
 #pragma unroll
-            for (u32 i = 0; i < STEP; i += 2) {
-                const float low = __uint_as_float((u32)wide.of[i] << 16);
-                const float high = STEP > 1 ? __uint_as_float((u32)wide.of[(i + 1) % STEP] << 16) : 0;
-                narrow.pairs[i / 2] = quick ? to_pair(quotient(low, scale, inverse), quotient(high, scale, inverse))
-                                            : to_pair(__fdiv_rn(low, scale), __fdiv_rn(high, scale));
-            }
+            for (u32 i = 0; i < STEP; i++)
+                narrow.of[i] = to_e4m3(__fdiv_rn(__uint_as_float((u32)wide.of[i] << 16), scale));
             if (sums)
                 sum += weighed(narrow.of, STEP, to + e);
             else
