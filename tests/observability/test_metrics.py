@@ -249,7 +249,7 @@ def test_codes_that_nobody_knows_share_one_value(tmp_path: Path) -> None:
             both.until(lambda request=request: request.state is not None and request.state.asking())
             assert request.state is not None
             [asked] = request.state.asking()
-            session, ids = asked.session, asked.ids
+            session, ids = asked.session, {"sequence": asked.sequence}
             refusal = {"code": code, "path": "", "mine": "", "yours": ""}
             session.notice(m.Failed(session=session.session, request=asked.transfer.request, **ids, **refusal))
             both.until(lambda lost=lost: lost.done)
