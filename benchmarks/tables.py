@@ -55,6 +55,16 @@ def conversion() -> Rows:
             yield way, *(f"{kept['bytes'] / median(of) / 1e9:.2f}" for of in both)
 
 
+@table("performance", "conversion on a GPU", " | copy | of the plain copy | checksum")
+def conversion_gpu() -> Rows:
+    kept = results("convert_gpu")
+    plain = median(kept["samples"]["BF16 as it is"])
+    for way, samples in kept["samples"].items():
+        if not way.endswith(", sum"):
+            took, summed = median(samples), median(kept["samples"][f"{way}, sum"])
+            yield way, f"{kept['bytes'] / took / 1e9:,.0f}", f"{plain / took:.2f}", f"{kept['bytes'] / summed / 1e9:,.0f}"
+
+
 # docs/gpu.md
 
 
