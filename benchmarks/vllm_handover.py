@@ -40,7 +40,6 @@ HERE = Path(__file__).parent
 WORLDS = {"TP 1 to 1": (1, 1), "TP 2 to 2": (2, 2), "TP 1 to 2": (1, 2), "TP 2 to 1": (2, 1)}
 CONNECTORS = {
     "ours": "Ours", "nixl": "Nixl", "nothing": "Nothing", "ours, no checksums": "Ours", "ours, pull": "Ours",
-    "ours, unpaced": "Unpaced",
 }  # fmt: skip
 """Classes of vllm_connectors.py; variants of ours are measured where both engines have the same size."""
 
