@@ -12,8 +12,21 @@ from typing import Any
 import matplotlib.pyplot as plt
 from harness import ROOT, results
 from tables import (
-    CONNECTORS, DCP, DEALT, HEADS, OWNERS, STEPS, WORLDS, batches, budget, points, rate, runs_of, tokens, us,
-)  # fmt: skip
+    CONNECTORS,
+    DCP,
+    DEALT,
+    HEADS,
+    OWNERS,
+    STEPS,
+    WORLDS,
+    batches,
+    budget,
+    points,
+    rate,
+    runs_of,
+    tokens,
+    us,
+)
 
 TRANSFER = {
     "peer copy": ("#777777", "--", "peer copy of 1 GB (the ceiling)"),
