@@ -1,6 +1,6 @@
 """Draws the pictures of docs/gpu.md, docs/dcp_gpu.md, docs/dcp_serving.md, docs/vllm-figures.md and docs/tiers.md from benchmarks/results.
 
-`python benchmarks/plots.py [NAME ...]`: of transfer_gpu, dcp_gpu, dcp_serving, vllm_gpu and tiers_disk (needs matplotlib, extra bench).
+`python benchmarks/plots.py [NAME ...]`: of transfer_gpu, dcp_gpu, dcp_serving, vllm_handover and tiers_disk (needs matplotlib, extra bench).
 """
 
 from __future__ import annotations
@@ -11,7 +11,22 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from harness import ROOT, results
-from tables import DCP, DEALT, HEADS, STEPS, batches, points, rate, runs_of, tokens, us
+from tables import (
+    CONNECTORS,
+    DCP,
+    DEALT,
+    HEADS,
+    OWNERS,
+    STEPS,
+    WORLDS,
+    batches,
+    budget,
+    points,
+    rate,
+    runs_of,
+    tokens,
+    us,
+)
 
 TRANSFER = {
     "peer copy": ("#777777", "--", "peer copy of 1 GB (the ceiling)"),
@@ -23,14 +38,12 @@ TRANSFER = {
     "NIXL, descriptors": ("#2b6cb0", "-", "NIXL (UCX), a descriptor a run"),
     "Mooncake, descriptors": ("#b83280", "-", "Mooncake, a descriptor a run"),
 }
-VLLM = {
-    "ours, no checksums": ("#0b6e4f", "kvproto"),
-    "ours": ("#41b883", "kvproto, every byte checked"),
-    "nixl": ("#2b6cb0", "vLLM's own NIXL connector"),
-    "nothing": ("#999999", "nothing moves: the engines alone"),
-}
+VLLM = {"ours, no checksums": "#0b6e4f", "ours": "#41b883", "nixl": "#2b6cb0", "nothing": "#999999"}
+BUDGET = dict(
+    zip(OWNERS, ("#777777", "#41b883", "#0b6e4f", "#c05621", "#8fd6b0", "#b58900", "#999999", "#cccccc"), strict=True)
+)
 LOADS = {"full": "as many requests as fit", "one": "one request"}
-ROUNDS = {"ordered": "blocks in order", "scattered": "blocks scattered", "again": "in order again"}
+ROUNDS = {"ordered": "in order", "scattered": "scattered"}
 DISK = {
     "one file": "#777777",
     "one file, direct": "#aaaaaa",
@@ -116,47 +129,52 @@ def dcp_serving() -> Any:
     return figure
 
 
-def vllm_gpu() -> Any:
-    """Two vLLM engines on two GPUs, through kvproto and through NIXL."""
-    data = results("vllm_gpu")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.9), width_ratios=(3, 2))
-    _rounds(left, data)
-    _first_token(right, data)
-    for axes in (left, right):
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-    machine = data["ours"]["machine"]
-    figure.suptitle(f"Two vLLM {data['vllm']} on two {machine['machine']}, {machine['date']}", fontsize=10)
+def vllm_handover() -> Any:
+    """Two vLLM engines on GPUs, through each connector; and what a hand-over of one prompt is made of."""
+    data = results("vllm_handover")
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 7.4), height_ratios=(3, 2))
+    _loads(above, data)
+    _budgets(below)
+    machine = data["machine"]
+    title = f"vLLM {data['vllm']} on {machine['gpus']} {machine['machine']}, {machine['date']}"
+    figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     return figure
 
 
-def _rounds(axes: Any, data: dict[str, Any]) -> None:
+def _loads(axes: Any, data: dict[str, Any]) -> None:
     """Bars are medians, dots the samples."""
-    for place, (name, (colour, label)) in enumerate(VLLM.items()):
-        for at, key in enumerate(ROUNDS):
-            samples = [1e3 * s for s in data[name][key]]
+    groups = [(world, key) for world in WORLDS for key in ROUNDS]
+    for place, (name, colour) in enumerate(VLLM.items()):
+        label: str | None = CONNECTORS[name].replace("`", "")
+        for at, (world, key) in enumerate(groups):
+            if (of := data[f"GQA, {world}"].get(name)) is None:
+                continue
+            samples = [1e3 * s for s in of[key]]
             x = at + 0.21 * (place - 1.5)
-            axes.bar(x, median(samples), 0.19, color=colour, alpha=0.75, label=label if at == 0 else None)
-            axes.plot([x] * len(samples), samples, ".", color="black", markersize=4)
-    axes.set_xticks(range(len(ROUNDS)), ROUNDS.values())
+            axes.bar(x, median(samples), 0.19, color=colour, alpha=0.75, label=label)
+            axes.plot([x] * len(samples), samples, ".", color="black", markersize=3)
+            label = None
+    axes.set_xticks(range(len(groups)), [f"{world}\n{ROUNDS[key]}" for world, key in groups])
     title = "8 prompts of 8,192 tokens at once, 2.15 GB"
-    axes.set(ylim=(0, 250), ylabel="ms until all have their first token", title=title)
-    axes.legend(fontsize=8, loc="upper right")
+    axes.set(ylim=(0, 300), ylabel="ms until all have their first token", title=title)
+    axes.legend(fontsize=8, loc="upper left")
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
 
 
-def _first_token(axes: Any, data: dict[str, Any]) -> None:
-    """Medians, and from the best to the worst of the samples."""
-    for place, (name, (colour, label)) in enumerate(VLLM.items()):
-        lengths = list(data[name]["first token"])
-        samples = [[1e3 * s for s in data[name]["first token"][n]] for n in lengths]
-        middle = [median(s) for s in samples]
-        below = [m - min(s) for m, s in zip(middle, samples, strict=True)]
-        above = [max(s) - m for m, s in zip(middle, samples, strict=True)]
-        places = [at + 0.08 * (place - 1.5) for at in range(len(lengths))]
-        axes.errorbar(places, middle, [below, above], color=colour, marker=".", capsize=2, label=label)
-    axes.set_xticks(range(len(lengths)), [f"{int(n):,}" for n in lengths])
-    axes.set(xlabel="tokens", ylabel="ms until the first token", title="one prompt", ylim=(0, None))
+def _budgets(axes: Any) -> None:
+    """Medians of the parts, one after the other."""
+    ends = [0.0] * len(WORLDS)
+    for owner, colour in BUDGET.items():
+        parts = [median(budget(world, "1024")[owner]) for world in WORLDS]
+        axes.barh(WORLDS, parts, 0.6, left=ends, color=colour, label=owner)
+        ends = [end + part for end, part in zip(ends, parts, strict=True)]
+    axes.invert_yaxis()
+    axes.set(xlabel="ms", title="one prompt of 1,024 tokens through kvproto, from the call to its first token")
+    axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22))
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
 
 
 def tiers_disk() -> Any:
@@ -172,7 +190,7 @@ def tiers_disk() -> Any:
     return figure
 
 
-PLOTS = {draw.__name__: draw for draw in (transfer_gpu, dcp_gpu, dcp_serving, vllm_gpu, tiers_disk)}
+PLOTS = {draw.__name__: draw for draw in (transfer_gpu, dcp_gpu, dcp_serving, vllm_handover, tiers_disk)}
 
 
 def main() -> None:

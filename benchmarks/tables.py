@@ -547,6 +547,70 @@ def _difference(moved: Sequence[tuple[int, int]], cold: Sequence[tuple[int, int]
     return f"{gained(np.arange(count)):+.2f} ± {error:.2f}"
 
 
+# docs/vllm-figures.md
+
+CONNECTORS = {
+    "ours": "kvproto, every byte checked",
+    "ours, no checksums": 'kvproto, `"verify": false`',
+    "nixl": "vLLM's NIXL connector",
+    "nothing": "nothing moves",
+}
+WORLDS = ("TP 1 to 1", "TP 2 to 2", "TP 1 to 2", "TP 2 to 1")
+OWNERS = {
+    "vLLM: until its worker has the request": (
+        "queue to decode's scheduler", "decode's scheduler step", "queue to decode's worker",
+    ),
+    "kvproto: pages named, Transfer sent": ("pages named, Transfer sent",),
+    "kvproto: Transfer read, copy planned and launched": ("Transfer read, copy planned", "launch"),
+    "the copy, until its event is seen": ("copy, and poll of its event",),
+    "kvproto: checksums at both sides, Done": ("prefill's checksums", "Done sent", "Done read", "decode's checksums"),
+    "sockets, threads that wake, the interpreter's lock": (
+        "socket, and wake-up of prefill's I/O thread", "prefill's interpreter lock",
+        "socket, and wake-up of decode's I/O thread", "decode's interpreter lock",
+    ),
+    "vLLM: until it schedules the request again": (
+        "until decode's worker asks", "vLLM's next steps, with their sleep", "decode's scheduler step, again",
+    ),
+    "vLLM: forward, sampling, answer": ("forward and sampling", "answer to the client"),
+}  # fmt: skip
+"""Parts of a hand-over as benchmarks/vllm_marks.py measures them, by whose they are."""
+
+
+def ms(samples: Sequence[float]) -> str:
+    """Median, least and most, of seconds."""
+    middle, least, most = (1e3 * of(samples) for of in (median, min, max))
+    return f"{middle:.1f} ({least:.1f} to {most:.1f})"
+
+
+@table(
+    "vllm-figures",
+    "handover",
+    "prefill to decode | connector | 8 x 8,192 tokens, blocks in order | blocks scattered | 1,024 tokens | 32,768 tokens"
+    " | longest step",
+)
+def handover() -> Rows:
+    kept = results("vllm_handover")
+    for world in WORLDS:
+        for name, title in CONNECTORS.items():
+            if (of := kept[f"GQA, {world}"].get(name)) is not None:
+                cells = of["ordered"], of["scattered"], *of["alone"].values()
+                yield world, title, *map(ms, cells), f"{1e3 * max(of['steps during']):.0f}"
+
+
+def budget(world: str, tokens: str) -> dict[str, list[float]]:
+    """Milliseconds of each hand-over of one prompt, by whose they are."""
+    parts = results("vllm_handover")[f"GQA, {world}"]["budget"][tokens]
+    return {owner: [sum(each) for each in zip(*map(parts.get, names), strict=True)] for owner, names in OWNERS.items()}
+
+
+@table("vllm-figures", "budget", "what passes | 1,024 tokens | 32,768 tokens")
+def budgets() -> Rows:
+    short, long = (budget(WORLDS[0], tokens) for tokens in ("1024", "32768"))
+    for owner in OWNERS:
+        yield owner, *(ms([each / 1e3 for each in of[owner]]) for of in (short, long))
+    yield "in all", *(ms([sum(each) / 1e3 for each in zip(*of.values(), strict=True)]) for of in (short, long))
+
+
 # docs/tiers.md
 
 

@@ -11,18 +11,16 @@ worker tells of its caches.
 from __future__ import annotations
 
 import random
-import sys
 from functools import partial
 from typing import Any
 
 import torch
 import vllm_marks
 
-from kvproto_engines.pace import Pace
 from kvproto_vllm.releases import TransferResults
 from tools.engines.vllm_corrupting import CorruptingConnector
 
-__all__ = ["Nixl", "Nothing", "Ours", "Unpaced", "Worker"]
+__all__ = ["Nixl", "Nothing", "Ours", "Worker"]
 
 POISON = 0xEE
 """The byte that caches hold before what arrives is compared."""
@@ -73,14 +71,6 @@ class _Asked:
 
 class Ours(_Asked, CorruptingConnector):
     """The connector that is measured."""
-
-
-class Unpaced(Ours):
-    """Ours, whose steps do not wait for what arrives, in an interpreter that is as always."""
-
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        self._pace = Pace(0.0, sys.getswitchinterval())
 
 
 class Nothing(Ours):

@@ -8,6 +8,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -158,9 +159,13 @@ class Engine:
             self._pipe.send(None)
         self._process.join(20)
         self._process.kill()
+        if (group := self._process.pid) is not None:
+            with contextlib.suppress(ProcessLookupError):  # none is left
+                os.killpg(group, signal.SIGKILL)  # its core and workers, which would keep ports and memory
 
 
 def _start(pipe: Any, settings: dict[str, Any], environment: dict[str, str], log: str) -> None:
+    os.setsid()
     os.environ.update(environment)
     out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(out, 1)

@@ -40,7 +40,6 @@ HERE = Path(__file__).parent
 WORLDS = {"TP 1 to 1": (1, 1), "TP 2 to 2": (2, 2), "TP 1 to 2": (1, 2), "TP 2 to 1": (2, 1)}
 CONNECTORS = {
     "ours": "Ours", "nixl": "Nixl", "nothing": "Nothing", "ours, no checksums": "Ours", "ours, pull": "Ours",
-    "ours, unpaced": "Unpaced",
 }  # fmt: skip
 """Classes of vllm_connectors.py; variants of ours are measured where both engines have the same size."""
 
@@ -109,13 +108,13 @@ class Side:
         """Connectors that cannot be measured any more, and why."""
 
     def _start(self, number: int, name: str, role: int, tp: int) -> Engine:
-        given = MODELS[self.model]
+        given, first = MODELS[self.model], 21_000 + 1_000 * list(MODELS).index(self.model)
         settings: dict[str, Any] = SETTINGS | {
             "model": str(self._weights), "tensor_parallel_size": tp, "disable_custom_all_reduce": True,
             "worker_extension_cls": "vllm_connectors.Worker", "gpu_memory_utilization": 0.03, "dtype": "bfloat16",
         }  # fmt: skip
         environment = ENVIRONMENT | {
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(21_000 + 20 * number), "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "NCCL_NVLS_ENABLE": "0",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(first + 20 * number), "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "NCCL_NVLS_ENABLE": "0",
             "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
         }  # fmt: skip
         if self.gpus:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from kvproto import Fetch, KvprotoError, Sink
 from kvproto_engines.orders import Load, Orders, Table
-from kvproto_engines.pace import Pace
 
 __all__ = ["Loading"]
 
@@ -16,16 +15,14 @@ class Loading:
     """Fetches of one rank. Nothing here waits."""
 
     def __init__(
-        self, sink: Sink | None, tables: Mapping[str, Table], logger: logging.Logger, whole: bool = True,
-        pace: Pace | None = None,
-    ) -> None:  # fmt: skip
+        self, sink: Sink | None, tables: Mapping[str, Table], logger: logging.Logger, whole: bool = True
+    ) -> None:
         """`tables` says by group name what its page table is; `whole`: blocks are for other requests' prefixes too.
-        `pace` counts the fetches.
 
         An engine that only prefills has no sink. It fails the requests that want it to fetch, and fetches none.
         """
         self.sink, self._tables, self._logger = sink, tables, logger
-        self._whole, self._pace = whole, pace or Pace()
+        self._whole = whole
         self._fetches: dict[str, Fetch] = {}
         self._failed, self._aborted = set[str](), set[str]()  # of those under way, which nobody wants any more
 
@@ -60,9 +57,7 @@ class Loading:
         }
         assert self.sink is not None
         late = [group for group, table in self._tables.items() if table.ring]
-        fetch = self.sink.fetch(load.ticket, load.prompt, pages, cached=cached, tokens=load.tokens, late=late)
-        self._pace.begun(fetch)
-        return fetch
+        return self.sink.fetch(load.ticket, load.prompt, pages, cached=cached, tokens=load.tokens, late=late)
 
     def _fail(self, name: str, reason: object) -> None:
         say = self._logger.info if name in self._aborted else self._logger.error

@@ -10,7 +10,6 @@ from kvproto import KvprotoError, Request, Source
 from kvproto.events import Expired, Undelivered
 from kvproto_engines.given_up import PATIENCE, GivenUp
 from kvproto_engines.orders import Orders, Table, Tables
-from kvproto_engines.pace import Pace
 
 __all__ = ["Sending", "Unread"]
 
@@ -33,10 +32,9 @@ class Sending:
         tables: Mapping[str, Table],
         logger: logging.Logger,
         patience: float = PATIENCE,
-        pace: Pace | None = None,
     ) -> None:
-        """`tables` says by group name what its page table is, `pace` counts the requests, `patience` is `GivenUp`'s."""
-        self.source, self._tables, self._logger, self._pace = source, tables, logger, pace or Pace()
+        """`tables` says by group name what its page table is; `patience` is `GivenUp`'s."""
+        self.source, self._tables, self._logger = source, tables, logger
         self._preempted = GivenUp[int](logger, patience)
         self._busy: set[int] = set()
         """Preemptions whose blocks were said to be read still."""
@@ -69,7 +67,6 @@ class Sending:
         for name, (ticket, prompt) in orders.requests.items():
             try:
                 self._requests[name] = self.source.request(ticket, prompt)
-                self._pace.begun(self._requests[name])
             except KvprotoError as error:
                 self._logger.error("request %s is not handed over: %s", name, error)
         for name, reason in orders.failed.items():

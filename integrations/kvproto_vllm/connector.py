@@ -19,7 +19,6 @@ from kvproto_engines import described, told
 from kvproto_engines.loading import Loading
 from kvproto_engines.memory import only_context
 from kvproto_engines.orders import Orders
-from kvproto_engines.pace import Pace
 from kvproto_engines.sending import Sending, Unread
 from kvproto_engines.settings import of_replica, probes_of
 from kvproto_vllm.engine import Opened, open_pool
@@ -35,10 +34,9 @@ logger = logging.getLogger("vllm.kvproto")
 
 @dataclass
 class _Metadata(base.KVConnectorMetadata):
-    """From the scheduler's side to each worker; `idle`: the step computes nothing."""
+    """From the scheduler's side to each worker."""
 
     orders: Orders
-    idle: bool
 
 
 @dataclass
@@ -89,8 +87,6 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._gpu: torch.device | None = None
         self._zeroed = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._opened: Opened | None = None
-        self._pace = Pace()
-        self._in_step = vllm_config.parallel_config.data_parallel_size > 1  # with replicas that compute, perhaps
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -123,8 +119,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if manager is None and self._roles[0]:
             self._tables.scheduled(scheduler_output)
         tables = manager.get_block_ids if manager else self._tables
-        idle = not scheduler_output.total_num_scheduled_tokens
-        return _Metadata(self._scheduling.orders(scheduler_output, tables), idle)
+        return _Metadata(self._scheduling.orders(scheduler_output, tables))
 
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(told := connector_output.kv_connector_worker_meta, _WorkerMetadata):
@@ -163,10 +158,10 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if self._roles[0]:
             listen, outside = (of_replica(each, self._replica) for each in (settings.listen, settings.advertise))
             source = Source(settings.name, opened.pool, listen or "", settings.options, advertise=outside)
-            self._sending = Sending(source, opened.tables, logger, pace=self._pace)
+            self._sending = Sending(source, opened.tables, logger)
         sink = Sink(settings.name, opened.pool, dict(settings.sources), settings.options) if self._roles[1] else None
         whole = self._vllm_config.cache_config.enable_prefix_caching
-        self._loading = Loading(sink, opened.tables, logger, whole, self._pace)
+        self._loading = Loading(sink, opened.tables, logger, whole)
         doors = [self._sending.source] if self._sending is not None else []
         self._probes = probes_of(settings.probes, self._replica, *doors, *([sink] if sink is not None else []))
 
@@ -201,8 +196,6 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         results = TransferResults()
-        if self._metadata.idle and not self._in_step:
-            self._pace.rest()
         if self._sending is not None:
             results.finished_sending = self._sending.freed(self._bound)
             self._sending.source.events()  # raises the error that ended its thread, if one did
@@ -237,10 +230,6 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     @property
     def _bound(self) -> Orders:
         """The orders of the scheduler's side for this step."""
-        return self._metadata.orders
-
-    @property
-    def _metadata(self) -> _Metadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _Metadata)
-        return metadata
+        return metadata.orders

@@ -224,10 +224,19 @@ def test_a_transport_that_nobody_has_is_refused_before_anything_is_opened() -> N
 @pytest.mark.parametrize(
     ("tokens", "path"),
     [([], "Prompt.tokens"), ([[1]], "Prompt.tokens"), ([1.5], "Prompt.tokens"), ([3, -1], "Prompt.tokens[1]"),
-     ([1 << 32], "Prompt.tokens[0]"), ("text", "Prompt.tokens"), (5, "Prompt.tokens"), (None, "Prompt.tokens")],
+     ([1 << 32], "Prompt.tokens[0]"), ("text", "Prompt.tokens"), (5, "Prompt.tokens"), (None, "Prompt.tokens"),
+     ([True, False], "Prompt.tokens")],
 )  # fmt: skip
 def test_prompts(tokens: Any, path: str) -> None:
     refused(lambda: Prompt(tokens), ErrorCode.OUT_OF_RANGE, path)
+
+
+@pytest.mark.parametrize("tokens", [[0, 5, (1 << 32) - 1], [True, 5], [5, True], [np.int64(7), 8]])
+def test_prompts_of_lists_are_those_of_arrays(tokens: list[int]) -> None:
+    prompt = Prompt(tokens)
+    assert prompt.tokens.dtype == np.uint32
+    assert prompt.tokens.tolist() == np.array(tokens).tolist()
+    assert prompt.digest == Prompt(np.array(tokens)).digest == Prompt(tuple(tokens)).digest
 
 
 def test_salts() -> None:
