@@ -189,8 +189,8 @@ def judged(case: tuple[str, str]) -> Verdict:
         mine = stated(text)
     except KvprotoError as error:
         return Verdict(name, "refused", _short(error))
-    if kind == "type" and (unsaid := guessed(name, text, mine)):
-        return Verdict(name, "DIFFERS", f"{unsaid} is guessed where it is left out: the class has another default")
+    if kind == "type" and (left_out := guessed(name, text, mine)):
+        return Verdict(name, "DIFFERS", f"{left_out} is guessed where it is left out: the class has another default")
     try:
         if config is None:
             return Verdict(name, "not compared", "transformers does not load it")
@@ -204,8 +204,8 @@ def guessed(name: str, text: Mapping[str, Any], mine: Held) -> str | None:
     """A field without which `describe` says something else of a type's defaults, instead of the same or nothing."""
     outer = dict(text)
     inner = outer.get("text_config")
-    fields: set[str] = {*outer, *(inner or {})} - {"model_type", "text_config", *WITH.get(name, {})}
-    for field in fields:
+    fields: set[str] = {*outer, *(inner or {})}
+    for field in sorted(fields - {"model_type", "text_config", *WITH.get(name, {})}):
         left = {key: value for key, value in outer.items() if key != field}
         if inner:
             left["text_config"] = {key: value for key, value in inner.items() if key != field}

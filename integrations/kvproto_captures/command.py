@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from kvproto.cli import plans
-from kvproto.cli.plans import IGNORE, REFUSED, chosen, compatible, read_config, read_geometry
+from kvproto.cli.plans import IGNORE, REFUSED, chosen, compatible, read_configs, read_geometry
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.planning.compare import differences as warnings_of
 from kvproto.planning.compare import unstated
@@ -216,8 +216,9 @@ def _is_capture(path: Path) -> bool:
 
 
 def _describe(fleet: Fleet, args: argparse.Namespace) -> Geometry:
-    config = read_config(args.config, args.ignore) if args.config else None
-    return fleet.describe(config, [read_config(path, args.ignore) for path in args.draft], _pairs("fact", args.fact))
+    configs = read_configs([args.config, *args.draft] if args.config else args.draft, args.ignore)
+    config, drafts = (configs[0], configs[1:]) if args.config else (None, configs)
+    return fleet.describe(config, drafts, _pairs("fact", args.fact))
 
 
 def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:

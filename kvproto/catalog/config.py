@@ -562,6 +562,6 @@ def number(config: Config, *names: str) -> int:
         value = config.get(name)
         if value is not None:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise bad(f"config.{name}", "a whole number, at least 1", value)
+                raise bad(f"config.{name}", "a whole number, at least 1", repr(value))
             return value
     raise bad(f"config.{names[0]}", "a number", "absent")

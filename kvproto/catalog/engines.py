@@ -116,16 +116,23 @@ def _check_known(config: Config) -> None:
     check_layers(count)
     if config.get("use_cla"):
         raise bad("config.use_cla", "false: whether an engine stores layers that share is not known", "true")
-    for field, is_there in (
-        ("compress_ratios", compress_ratios(config, count) is not None),
-        ("sparse_attention_config", not config.get("kv_lora_rank") and bool(index_layers(config, range(count)))),
-        ("index_head_dim", config.get("kv_lora_rank") and 0 < len(index_layers(config, range(count))) < count),
-        ("per_layer_config", bool(own_sizes(config, layer_kinds(config, count)))),
-        ("n_recurrent_loops", len(layer_kinds(config, count)) > count),
+    indexed = len(index_layers(config, range(count)))
+    for fields, is_there in (
+        ("compress_ratios layer_types", compress_ratios(config, count) is not None),
+        ("sparse_attention_config layer_types", not config.get("kv_lora_rank") and indexed),
+        (
+            "indexer_types index_topk_pattern index_topk_freq cli_factor layer_types",
+            config.get("kv_lora_rank") and 0 < indexed < count,
+        ),
+        (
+            "per_layer_config swa_num_key_value_heads global_head_dim num_global_key_value_heads model_type",
+            bool(own_sizes(config, layer_kinds(config, count))),
+        ),
+        ("n_recurrent_loops H_cycles", len(layer_kinds(config, count)) > count),
     ):
         if is_there:
             wanted = "absent with --engine: how engines arrange such pools is not known, state them by kvproto.Cache"
-            raise bad(f"config.{field}", wanted, "present")
+            raise bad(f"config.{next(name for name in fields.split() if config.get(name))}", wanted, "present")
 
 
 _TOKENS_OUT = {"attention": "L|PBNH", "mla": "L|BNHP", "indexer": "L|BPNH", "conv": "LBHN", "ssm": "LBNH"}

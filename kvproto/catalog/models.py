@@ -120,6 +120,13 @@ def specs(
     return caches
 
 
+def fields_read(config: Config) -> frozenset[str]:
+    """The fields on which the caches of a model depend, present or not; raises LocalError(OUT_OF_RANGE)."""
+    read = Read(text(config))
+    _caches(read, 0, 1, _element(element_type(read)), DType.F32)
+    return read.fields
+
+
 def _caches(config: Read, model: int, page: int, element: Mapping[str, Any], state_dtype: DType) -> list[Cache]:
     name = _model_name(model)
     layers: dict[str, list[int]] = {}

@@ -8,16 +8,16 @@ from typing import Any
 
 import attrs
 
-from kvproto.catalog.config import Config, draft_of
+from kvproto.catalog.config import Config, draft_of, text
 from kvproto.catalog.engines import ENGINES, pools
 from kvproto.catalog.models import PRESETS, Setup, describe
 from kvproto.catalog.tensors import Array, RankMemory
 from kvproto.catalog.vllm import BACKENDS
-from kvproto.cli.plans import IGNORE, read_config
+from kvproto.cli.plans import IGNORE, read_configs
 from kvproto.cli.slices import aligned
 from kvproto.errors import bad
 from kvproto.planning.cache import BLOCK_SCALED
-from kvproto.planning.conversion import stating
+from kvproto.planning.conversion import scales_of, stating
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import DEALS, Parallel
 from kvproto.planning.parts import CONVERSIONS
@@ -87,7 +87,7 @@ def _options() -> dict[str, dict[str, Any]]:
         "--kv-dtype": {"metavar": "NAME", "help": f"element type of pages: {kv_dtypes}"},
         "--replica": number | {"default": 0, "help": "number of this replica (default 0)"},
         "--fact": {"action": "append", "default": [], "metavar": "NAME=VALUE", "help": "an identity that both sides must share"},
-        "--convert": {"metavar": "NAME[=SCALE]", "help": f"a conversion that it states, {', '.join(CONVERSIONS)}; an FP8 cache has its scales by the latter"},
+        "--convert": {"action": "append", "metavar": "NAME[=SCALE]", "help": f"a conversion that it states, {', '.join(CONVERSIONS)}; an FP8 cache without scales of its own has one of this number; may be repeated"},
         "--engine": {"choices": ENGINES, "help": "describe this engine's own pools, with its defaults"},
     }  # fmt: skip
 
@@ -156,15 +156,28 @@ def _described(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _line(args: argparse.Namespace, geometry: Geometry) -> str:
-    """A Description as a line of JSON, which states a conversion if one is asked for; raises LocalError."""
-    if args.convert is not None:
-        name, _, scale = args.convert.partition("=")
-        if name not in CONVERSIONS:
-            raise bad("convert", ", ".join(CONVERSIONS), name)
-        narrow = {part.name for g in geometry.groups for part in g.parts if part.dtype == CONVERSIONS[name][1]}
-        scales = dict.fromkeys(narrow, float(scale)) if scale else {}
-        groups = tuple(stating(group, (name,), scales) for group in geometry.groups)
-        geometry = attrs.evolve(geometry, groups=groups)
+    """A Description as a line of JSON, which states the conversions that are asked for; raises LocalError."""
+    if args.convert:
+        stated = [text.partition("=") for text in args.convert]
+        names = tuple(name for name, _, _ in stated)
+        if {*names} - CONVERSIONS.keys() or len({*names}) < len(names):
+            raise bad("convert", f"{', '.join(CONVERSIONS)}, each once", ", ".join(names))
+        if with_scale := [name for name, _, scale in stated if scale and CONVERSIONS[name][2]]:
+            raise bad("convert", f"{with_scale[0]} without a scale, as its scales are parts", ", ".join(args.convert))
+        narrow = {CONVERSIONS[name][1] for name in names}
+        plain = [
+            p.name
+            for g in geometry.groups
+            for i, p in enumerate(g.parts)
+            if p.dtype in narrow and scales_of(g, i) is None
+        ]
+        scales = {part: scale for _, _, scale in stated if scale for part in plain}
+        if any(scale for _, _, scale in stated) and not scales:
+            raise bad("convert", "no scale, as no cache of FP8 lacks one", ", ".join(args.convert))
+        stating_it = tuple(stating(group, names, scales) for group in geometry.groups)
+        if stating_it == geometry.groups:
+            raise bad("convert", "a cache in one of the two forms, BF16 or F8E4M3, to state it", "none")
+        geometry = attrs.evolve(geometry, groups=stating_it)
         validate(geometry)
     return json.dumps(to_json(geometry))
 
@@ -172,23 +185,29 @@ def _line(args: argparse.Namespace, geometry: Geometry) -> str:
 def _configs(args: argparse.Namespace) -> list[Config]:
     if (args.config is None) == (args.preset is None):
         raise bad("config", "a config.json or --preset", "both" if args.config else "neither")
-    configs = list(PRESETS[args.preset]) if args.preset else [read_config(args.config, args.ignore)]
+    configs = read_configs([*([] if args.preset else [args.config]), *args.draft], args.ignore)
+    if args.preset:
+        targets, drafts = [*PRESETS[args.preset]], configs
+    else:
+        targets, drafts = configs[:1], configs[1:]
+        if args.kv_dtype is None and not any(text(targets[0]).get(name) for name in ("torch_dtype", "dtype")):
+            raise bad("config.torch_dtype", "a dtype, as its default depends on the engine: state --kv-dtype", "absent")
     if args.nextn:
-        draft = draft_of(configs[0])
+        draft = draft_of(targets[0])
         if draft is None:
             raise bad("nextn", "num_nextn_predict_layers in the config", "none")
-        configs.append(draft)
-    return configs + [read_config(path, args.ignore) for path in args.draft]
+        targets.append(draft)
+    return targets + drafts
 
 
 def _own_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The sizes of single caches by name, as `Cache.over` accepts them; raises LocalError for malformed text."""
     own: dict[str, dict[str, Any]] = {}
-    for text in args.own:
-        name, _, sizes = text.partition(":")
+    for option in args.own:
+        name, _, sizes = option.partition(":")
         pairs = [size.partition("=")[::2] for size in sizes.split(",")]
         if name in own or any(key not in _OWN for key, _ in pairs) or len(dict(pairs)) < len(pairs):
-            raise bad("own", f"NAME:SIZE=N,..., each cache and size once, of the sizes {', '.join(_OWN)}", text)
+            raise bad("own", f"NAME:SIZE=N,..., each cache and size once, of the sizes {', '.join(_OWN)}", option)
         own[name] = {key: _OWN[key](f"own {name}.{key}", value) for key, value in pairs}
     return own
 

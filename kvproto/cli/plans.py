@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import attrs
@@ -14,11 +15,12 @@ import numpy as np
 
 from kvproto.calibration import ORIGIN, advise, estimates, load_costs, reference_costs
 from kvproto.catalog.config import Config
+from kvproto.catalog.models import fields_read
 from kvproto.cli.slices import as_json, page, slices, table
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window
-from kvproto.errors import KvprotoError
+from kvproto.errors import KvprotoError, bad
 from kvproto.planning.compare import unstated
 from kvproto.planning.conversion import converted
 from kvproto.planning.geometry import Geometry, validate
@@ -124,6 +126,8 @@ def read_geometry(path: Path) -> Geometry:
     data = _json(path)
     try:
         _check_printable(data, "geometry")
+        if isinstance(data, dict) and data.keys() & {"model_type", "num_hidden_layers", "text_config"}:
+            raise bad("geometry", "a Description, which `kvproto describe` writes of a config.json", "a config.json")
         geometry = from_json(Geometry, data)
         validate(geometry)
     except KvprotoError as error:
@@ -150,18 +154,29 @@ IGNORE: dict[str, Any] = {
 """The arguments of `add_argument` for `--ignore`, which errors about a field advise wherever a config.json is read."""
 
 
-def read_config(path: Path, ignored: Collection[str]) -> Config:
-    """A model's config.json without these fields, inside and outside its language model's part.
+def read_configs(paths: Iterable[Path], ignored: Collection[str]) -> list[Config]:
+    """Models' config.json files without these fields, inside and outside their language models' parts.
 
-    Raises LocalError, OSError or ValueError.
+    Raises LocalError for a field that no file has, or that is read for caches; OSError or ValueError.
     """
-    data = _json(path)
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: not a config.json, which is an object")
-    config = {name: value for name, value in data.items() if name not in ignored}
-    if isinstance(inner := config.get("text_config"), dict):
-        config["text_config"] = {name: value for name, value in inner.items() if name not in ignored}
-    return config
+    files = {path: _json(path) for path in paths}
+    for path, data in files.items():
+        if not isinstance(data, dict):
+            raise ValueError(f"{path}: not a config.json, which is an object")
+    there = {name for data in files.values() for part in (data, data.get("text_config")) for name in part or ()}
+    configs = [_without(data, ignored) for data in files.values()]
+    if unknown := {*ignored} - there:
+        raise bad("ignore", "a field of the config.json", min(unknown))
+    for config in configs if ignored else ():
+        if read := {*ignored} & fields_read(config) - {"model_type"}:
+            raise bad("ignore", "a field on which no cache depends: state other caches by kvproto.Cache", min(read))
+    return configs
+
+
+def _without(config: Config, ignored: Collection[str]) -> Config:
+    kept = {name: value for name, value in config.items() if name not in ignored}
+    inner = kept.get("text_config")
+    return {**kept, "text_config": _without(inner, ignored)} if isinstance(inner, dict) else kept
 
 
 def _refused(error: KvprotoError, as_json: bool) -> int:
@@ -260,9 +275,13 @@ def _costed(moved: dict[tuple[int, int], CopyProgram], costs: Sequence[CostedWay
 
 
 def _letters(sink: Geometry) -> dict[int, str]:
-    """The letter of each group: T for the target, D for the draft, and the last of the name for further groups."""
+    """The letter of each group: T for the target, D for the draft, and the last free one of the name for further groups."""
     first = {g.model: g.id for g in reversed(sink.groups)}
-    return {g.id: _LETTERS[min(g.model, 7)] if first[g.model] == g.id else g.name[-1] for g in sink.groups}
+    letters = {g.id: _LETTERS[min(g.model, 7)] for g in sink.groups if first[g.model] == g.id}
+    for group in (g for g in sink.groups if g.id not in letters):
+        free = (c for c in (*reversed(group.name), *ascii_letters) if c.isalnum() and c not in letters.values())
+        letters[group.id] = next(free, "?")
+    return letters
 
 
 def _size(value: float) -> str:

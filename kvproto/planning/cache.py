@@ -84,12 +84,14 @@ _NO_NUMBERS = ("name", "layers", "parts", "blocks", "part", "split", "axis", "of
 def _checked(make: Callable[Concatenate[type[Cache], P], T]) -> Callable[Concatenate[type[Cache], P], T]:
     """Raise LocalError, naming the argument, for a number that is too small or a dtype that is no `DType`."""
 
+    needed = {name: row.default is row.empty for name, row in inspect.signature(make).parameters.items()}
+
     @wraps(make)
     def checked(cls: type[Cache], /, *args: P.args, **named: P.kwargs) -> T:
         for name, value in named.items():
             if name.endswith("dtype") and (value is not None or name != "scale_dtype"):
                 check_type(f"Cache.{name}", value, DType, "a kvproto.DType")
-            elif name not in _NO_NUMBERS and value is not None:
+            elif name not in _NO_NUMBERS and (value is not None or needed.get(name)):
                 check_whole(f"Cache.{name}", value, _LEAST.get(name, 1))
         return make(cls, *args, **named)
 

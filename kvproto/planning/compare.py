@@ -9,7 +9,7 @@ import numpy as np
 
 from kvproto.errors import PlanError
 from kvproto.planning.cache import BITS
-from kvproto.planning.conversion import converted, name_of, scaled_by, shared_name
+from kvproto.planning.conversion import converted, name_of, names_of, scaled_by, scales_of, shared_name
 from kvproto.planning.deals import deal_text, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import KINDS, axis_of
@@ -159,7 +159,7 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
     ):
         same = a.lanes * sizes[0] == b.lanes * sizes[1] if code == ErrorCode.LANE_MISMATCH else mine == yours
         if not same:
-            raise PlanError(code, where, mine, yours, _advice(code, a, b))
+            raise PlanError(code, where, mine, yours, _advice(code, src, dst, name))
     if max(sizes) % min(sizes):
         mine, yours = map(str, sizes)
         raise PlanError(ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", mine, yours, "use an integer multiple")
@@ -192,13 +192,24 @@ def _scale(scales: UIntArray, layer: int) -> float:
     return float(scales[layer if scales.size > 1 else 0].astype(np.uint32).view(np.float32))
 
 
-def _advice(code: ErrorCode, a: Part, b: Part) -> str:
-    names = [name for name, row in CONVERSIONS.items() if {a.dtype, b.dtype} == {*row[:2]}]
-    if code != ErrorCode.DTYPE_MISMATCH or not names:
+def _advice(code: ErrorCode, src: Group, dst: Group, name: str) -> str:
+    """Advice about a part that differs, with the conversions that its narrow form can have and who states which."""
+    at = [next(i for i, p in enumerate(group.parts) if p.name == name) for group in (src, dst)]
+    a, b = src.parts[at[0]], dst.parts[at[1]]
+    rows = [name for name, row in CONVERSIONS.items() if {a.dtype, b.dtype} == {*row[:2]}]
+    if code != ErrorCode.DTYPE_MISMATCH or not rows:
         return "make the two sides equal"
-    if name := shared_name(a, b):
-        return f"both state {name}: choose feature CONVERT too, over a transport that converts (check --convert)"
-    return f"make the two sides equal, or state one conversion on both: {', '.join(names)} (Cache.converts)"
+    if shared := shared_name(a, b):
+        return f"both state {shared}: choose feature CONVERT too, over a transport that converts (check --convert)"
+    elements = {lane_bytes(p) * 8 // BITS[p.dtype] for p in (a, b)}
+    if len(elements) > 1 or a.encoding or b.encoding:
+        return (
+            f"make the two sides equal: rows of {' and of '.join(map(str, sorted(elements)))} elements do not convert"
+        )
+    group, i = (src, at[0]) if a.dtype == CONVERSIONS[rows[0]][1] else (dst, at[1])
+    there = [name for name in rows if CONVERSIONS[name][2] == (scales_of(group, i) is not None)]
+    sides = (f"{side} states {', '.join(names_of(p)) or 'none'}" for side, p in (("the source", a), ("the sink", b)))
+    return f"make the two sides equal, or state {', '.join(there)} on both (Cache.converts): {', '.join(sides)}"
 
 
 def _extent(part: Part) -> str:
@@ -213,7 +224,11 @@ def missing(group: Group, part: str, layer: int, known: Collection[str]) -> Plan
     """The error for a part or layer that the source lacks; `known` are the names of its parts of that model."""
     path = f"groups[{group.name}].parts[{part}]"
     if part in known:
-        mine, yours, advice = f"no layer {layer}", f"layer {layer} of model {group.model}", "serve the same layers"
+        mine, yours, advice = (
+            f"no layer {layer}",
+            f"layer {layer} of model {group.model}",
+            f"state {part} of the same layers on both sides",
+        )
         return PlanError(ErrorCode.LAYER_MISSING, path, mine, yours, advice)
     for other in known:
         if name_of(other) == name_of(part):

@@ -1,11 +1,13 @@
 """Conversions between the two forms of a part, as Descriptions state them (spec/v1/conversion.md)."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
+from typing import Any
 
 import attrs
 import numpy as np
 
+from kvproto.errors import bad
 from kvproto.planning.arrays import IntArray
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.parts import ALIASES, CONVERSIONS, SCALES
@@ -61,19 +63,30 @@ def conversion(src: Group, dst: Group, index: int) -> Conversion | None:
 _FORMS = {dtype for *forms, _ in CONVERSIONS.values() for dtype in forms}
 
 
-def stating(group: Group, names: tuple[str, ...], scales: Mapping[str, float | Sequence[float]]) -> Group:
-    """The same group, whose values of a dtype that is a form state these conversions, and these scales by part."""
-    parts = [
-        part
-        if part.dtype not in _FORMS or part.name in SCALES or not KINDS[group.kind].has_memory
-        else attrs.evolve(part, x_conversions=names or None, x_scales=_bits(scales.get(part.name)))
-        for part in group.parts
-    ]
+def stating(group: Group, names: tuple[str, ...], scales: Mapping[str, Any]) -> Group:
+    """The same group, whose values of a dtype that is a form state these conversions, and these scales by part.
+
+    Of a part that another one scales, those whose scales are stated say nothing. Raises LocalError(OUT_OF_RANGE).
+    """
+    parts = list(group.parts)
+    for i, part in enumerate(parts):
+        if part.dtype in _FORMS and part.name not in SCALES and KINDS[group.kind].has_memory:
+            scaled = scales_of(group, i) is not None and part.dtype != DType.BF16
+            own = tuple(name for name in names if CONVERSIONS[name][2] or not scaled)
+            parts[i] = attrs.evolve(part, x_conversions=own or None, x_scales=_bits(scales.get(part.name)))
     return attrs.evolve(group, parts=tuple(parts))
 
 
-def _bits(scales: float | Sequence[float] | None) -> UIntArray | None:
-    return None if scales is None else np.atleast_1d(np.asarray(scales, np.float32)).view(np.uint32)
+def _bits(scales: Any) -> UIntArray | None:
+    if scales is None:
+        return None
+    try:
+        bits = np.atleast_1d(np.asarray(scales, np.float32)).view(np.uint32)
+    except (TypeError, ValueError):
+        bits = np.zeros(1, np.uint32)
+    if bits.ndim != 1 or not _normal(bits):
+        raise bad("scales", "numbers above 0, as float32 has them", repr(scales)[:80])
+    return bits
 
 
 def names_of(part: Part) -> list[str]:

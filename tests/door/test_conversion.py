@@ -126,7 +126,7 @@ def test_sides_that_do_not_both_say_so_are_refused(states: str, tmp_path: Path) 
     sink = fp8.geometry() if states in ("the sink", "another") else unsaid(fp8.geometry())
     here, there = Rank.of(bf16, bf16.geometry(*says), 0), Rank.of(fp8, sink, 0)
     with serving([here], tmp_path, Options()) as (_, address), Sink("d", there.pool, {"p": address}) as taker:
-        with pytest.raises(KvprotoError, match="e4m3_tensor, e4m3_block") as caught:
+        with pytest.raises(KvprotoError, match="or state e4m3_block on both") as caught:
             taker.fetch(new_ticket("p"), PROMPT, {"kv": there.items}).wait(20)
         assert (caught.value.code, caught.value.path) == (ErrorCode.DTYPE_MISMATCH, "groups[kv].parts[k].dtype")
 

@@ -13,7 +13,7 @@ from kvproto.copying.converting import convert
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram
-from kvproto.errors import KvprotoError
+from kvproto.errors import KvprotoError, LocalError
 from kvproto.planning.conversion import Made
 from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry, validate
 from kvproto.planning.plan import differences, plan
@@ -324,6 +324,47 @@ def test_scales_that_one_side_alone_states_are_a_warning() -> None:
     assert [path for path, _, _ in differences(stated, unsaid)] == paths
     assert [path for path, _, _ in differences(unsaid, stated)] == paths
     assert differences(stated, stated) == []
+
+
+def _advised(source: Cache, sink: Cache) -> str:
+    with pytest.raises(KvprotoError) as caught:
+        plan(lay_out([source]), lay_out([sink]), CONVERT)
+    assert caught.value.code == ErrorCode.DTYPE_MISMATCH
+    return str(caught.value.advice)
+
+
+@pytest.mark.parametrize(
+    ("source", "sink", "stated"),
+    [
+        ((), (), ("none", "none")),
+        (("e4m3_block",), (), ("e4m3_block", "none")),
+        (("e4m3_tensor",), ("e4m3_block",), ("e4m3_tensor", "e4m3_block")),
+    ],
+)
+def test_the_advice_names_the_conversion_that_there_is_and_who_lacks_it(
+    source: tuple[str, ...], sink: tuple[str, ...], stated: tuple[str, str]
+) -> None:
+    fp8 = Cache.gqa("kv", LAYERS, kv_heads=HEADS, head_dim=DIM, page=4, dtype=DType.F8E4M3, scale_block=DIM)
+    said = _advised(BF16.cache(*source), fp8.converts(*sink))
+    assert "or state e4m3_block on both" in said
+    assert said.endswith(f"the source states {stated[0]}, the sink states {stated[1]}")
+    plain = attrs.evolve(TENSOR.cache(), group=_unsaid(TENSOR.cache().group))
+    assert "or state e4m3_tensor on both" in _advised(BF16.cache(), plain)
+
+
+def test_rows_of_other_elements_are_not_said_to_convert() -> None:
+    """BF16 of a latent with its rotary key, and an FP8 row in which the key is a part of its own."""
+    row = {"latent": (DType.F8E4M3, 1, 512), "latent_scale": (DType.F32, 1, 16), "rope": (DType.BF16, 1, 128)}
+    said = _advised(Cache.mla("kv", 1, latent=512, rope=64, page=4), Cache.paged("kv", 1, parts=row, page=4))
+    assert said == "make the two sides equal: rows of 512 and of 576 elements do not convert"
+
+
+@pytest.mark.parametrize("scale", ["x", float("nan"), 0, -1.0, [[0.5]], [0.5, float("inf")]])
+def test_scales_are_numbers(scale: Any) -> None:
+    cache = Cache.gqa("kv", LAYERS, kv_heads=HEADS, head_dim=DIM, page=4, dtype=DType.F8E4M3)
+    with pytest.raises(LocalError) as caught:
+        cache.converts("e4m3_tensor", scales={"k": scale, "v": 0.5})
+    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, "scales")
 
 
 def test_unknown_names_are_skipped() -> None:

@@ -336,6 +336,11 @@ def test_a_draft_has_the_layers_that_predict_and_the_sizes_of_its_target(nested:
     assert draft_of(draft) is None
 
 
+def test_a_size_that_has_no_default_is_stated() -> None:
+    with raises(LocalError, path="Cache.page"):
+        Cache.gqa("kv", 2, kv_heads=4, head_dim=8, page=None)  # type: ignore[arg-type]
+
+
 def test_an_engine_may_divide_heads_in_its_own_way() -> None:
     cache = Cache.gqa("kv", 2, kv_heads=4, head_dim=8, page=16)
     made = lay_out([cache.divided([(0, 1), (1, 3), (2, 4)])], Parallel(tp=3))

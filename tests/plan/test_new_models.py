@@ -132,9 +132,19 @@ def test_sizes_of_single_layers_that_cannot_be_read(stated: object, path: str) -
         describe({**GEMMA4, "per_layer_config": stated})
 
 
-@pytest.mark.parametrize("config", [GEMMA4, MIMO], ids=["Gemma 4", "MiMo-V2"])
-def test_how_engines_arrange_layers_of_several_sizes_is_not_known(config: dict[str, Any]) -> None:
-    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE, path="config.per_layer_config"):
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (GEMMA4, "global_head_dim"),
+        (MIMO, "swa_num_key_value_heads"),
+        (V4, "compress_ratios"),
+        (V4_TYPES, "layer_types"),
+        ({**DSA, "qk_nope_head_dim": 128, "indexer_types": ["full", *["shared"] * 9]}, "indexer_types"),
+    ],
+)
+def test_how_engines_arrange_layers_of_several_sizes_is_not_known(config: dict[str, Any], field: str) -> None:
+    """Of the fields that say so, one that the file has is named."""
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE, path=f"config.{field}", yours="present"):
         pools("vllm", config)
 
 
