@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvproto.errors import RemoteError
 from kvproto.planning.arrays import IntArray
-from kvproto.planning.compare import name_of, scaled_by
+from kvproto.planning.conversion import name_of, scaled_by
 from kvproto.planning.geometry import Geometry, Group, Owns
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.limits import MAX_SPANS

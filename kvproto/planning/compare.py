@@ -9,11 +9,11 @@ import numpy as np
 
 from kvproto.errors import PlanError
 from kvproto.planning.cache import BITS
-from kvproto.planning.conversion import converted, shared_name
+from kvproto.planning.conversion import converted, name_of, scaled_by, shared_name
 from kvproto.planning.deals import deal_text, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import KINDS, axis_of
-from kvproto.planning.parts import ALIASES, CONVERSIONS, SCALES, SHARE_OF
+from kvproto.planning.parts import CONVERSIONS, SHARE_OF
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 from kvproto.wire.messages import UIntArray
 
@@ -248,13 +248,3 @@ def left_behind(group: Group, part: str, lost: Mapping[str, int], taken: Collect
     else:
         advice += f"; a sink that does not need them says so: lay_out(..., without={sorted(lost)!r})"
     return PlanError(ErrorCode.PART_MISSING, f"groups[{group.name}].parts[{part}]", mine, yours, advice)
-
-
-def scaled_by(part: str) -> str | None:
-    """The registered name of the part that a part of this name scales; None if it is not a scale."""
-    return SCALES.get(name_of(part))
-
-
-def name_of(part: str) -> str:
-    """The registered name behind an alias, or else `part` itself."""
-    return ALIASES.get(part, part)

@@ -10,7 +10,7 @@ from kvproto.planning.arrays import IntArray
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.parts import ALIASES, CONVERSIONS, SCALES
 from kvproto.wire.enums import DType
-from kvproto.wire.messages import Geometry, Group, LaneSpan, Owns, Part, UIntArray
+from kvproto.wire.messages import Geometry, Group, Owns, Part, UIntArray
 
 SIZE = {DType.BF16: 2, DType.F8E4M3: 1, DType.F32: 4}
 """Bytes of an element of each dtype that conversions read or write."""
@@ -89,16 +89,22 @@ def shared_name(a: Part, b: Part) -> str | None:
 
 def scales_of(group: Group, index: int) -> int | None:
     """The part of a group that by its registered name scales the part of that index."""
-    return _scaling(group).get(_registered(group.parts[index]))
+    return _scaling(group).get(name_of(group.parts[index].name))
 
 
 def _scaling(group: Group) -> dict[str | None, int]:
     """Indices of parts that scale others, by the registered names of these."""
-    return {SCALES.get(_registered(part)): i for i, part in reversed([*enumerate(group.parts)])}
+    return {scaled_by(part.name): i for i, part in reversed([*enumerate(group.parts)])}
 
 
-def _registered(part: Part) -> str:
-    return ALIASES.get(part.name, part.name)
+def scaled_by(part: str) -> str | None:
+    """The registered name of the part that a part of this name scales; None if it is not a scale."""
+    return SCALES.get(name_of(part))
+
+
+def name_of(part: str) -> str:
+    """The registered name behind an alias, or else `part` itself."""
+    return ALIASES.get(part, part)
 
 
 def flaws(group: Group) -> Iterator[tuple[str, str, str]]:
@@ -107,7 +113,7 @@ def flaws(group: Group) -> Iterator[tuple[str, str, str]]:
     for j, part in enumerate(group.parts):
         names, stated = names_of(part), part.x_scales
         narrow = [name for name in names if part.dtype == CONVERSIONS[name][1]]
-        i = scaling.get(_registered(part))
+        i = scaling.get(name_of(part.name))
         by_part = bool(narrow) and CONVERSIONS[narrow[0]][2]
         plain = (part.encoding, part.at, part.whole) == (None, None, None) and KINDS[group.kind].has_memory
         odd = not narrow and (part.lane_bytes % SIZE[DType.BF16] > 0 or i is not None)
@@ -145,16 +151,12 @@ def share_flaw(group: Group, share: Owns, lanes: Mapping[int, object]) -> tuple[
     """The first fault of a share whose lanes of each part are known, as `flaws` states it (KVP-CNV-LANES)."""
     scaling = _scaling(group)
     for j, part in enumerate(group.parts):
-        i, last = scaling.get(_registered(part)), int(share.layers[-1])
+        i, last = scaling.get(name_of(part.name)), int(share.layers[-1])
         if i is not None and names_of(part) and lanes[j] != lanes[i]:
             return "lanes", f"the lanes of {part.name} for its scales too, in their order", str(lanes[i])
         if part.x_scales is not None and 1 < part.x_scales.size <= last:
             return "layers", f"layers that {part.name} has scales of: {part.x_scales.size}", str(last)
     return None
-
-
-def _spans(share: Owns, part: int) -> list[tuple[int, int]]:
-    return [(span.lo, span.hi) for span in share.lanes if span.part == part]
 
 
 def converted(source: Geometry, sink: Geometry) -> Geometry:
@@ -210,5 +212,5 @@ def _in_forms_of(src: Group, taken: Iterable[Group]) -> tuple[Group, list[int]] 
 
 
 def _share(share: Owns, lanes_of: list[int]) -> Owns:
-    spans = (LaneSpan(part=p, lo=lo, hi=hi) for p, i in enumerate(lanes_of) for lo, hi in _spans(share, i))
+    spans = [attrs.evolve(span, part=p) for p, i in enumerate(lanes_of) for span in share.lanes if span.part == i]
     return attrs.evolve(share, lanes=tuple(spans))

@@ -10,7 +10,7 @@ import numpy as np
 from kvproto.errors import LocalError, RemoteError, bad, check_type, check_whole
 from kvproto.planning import geometry as g
 from kvproto.planning.cache import BITS, Block, Cache, bytes_of
-from kvproto.planning.compare import name_of, scaled_by
+from kvproto.planning.conversion import name_of, scaled_by
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Rank
 from kvproto.planning.kinds import KINDS, TOKENS, axis_of
 from kvproto.planning.limits import MAX_RANKS

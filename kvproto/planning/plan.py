@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.planning.arrays import IntArray, distinct_rows, repeated_index, stretch_bounds
-from kvproto.planning.compare import check_facts, check_scales, differences, left_behind, missing, name_of
-from kvproto.planning.conversion import converted
+from kvproto.planning.compare import check_facts, check_scales, differences, left_behind, missing
+from kvproto.planning.conversion import converted, name_of
 from kvproto.planning.cutting import (
     Cutter,
     OwnedInterval,
@@ -200,7 +200,8 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
         for geometry in (source, sink):
             validate(geometry)  # says what is wrong, but is too slow to be done each time
         raise
-    cold = _cold(have, want) if Feature.COLD_DRAFT in features else ()
+    lacking = {model for model, _ in want if model} - {model for model, _ in have}
+    cold = tuple(sorted(lacking)) if Feature.COLD_DRAFT in features else ()
     boxes = boxes_of(*_cut(sink, have, want, cold).elect(sink.replica, features))
     models = np.array([g.model for g in sink.groups])[np.searchsorted([g.id for g in sink.groups], boxes.group)]
     ranks_and_group = [boxes.source, boxes.sink, boxes.group, models]
@@ -320,8 +321,3 @@ def _within(
     row, nth = repeated_index(last - first)
     home = first[row] + nth
     return row, np.maximum(starts[home], lo[row]), np.minimum(ends[home], hi[row]), ids[home]
-
-
-def _cold(have: OwnedIntervals, want: OwnedIntervals) -> tuple[int, ...]:
-    """The sink's draft models that no source rank owns anything of."""
-    return tuple(sorted({model for model, _ in want if model} - {model for model, _ in have}))

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 
 import attrs
+import numpy.typing as npt
 
 from kvproto.errors import KvprotoError
 from kvproto.observability.counts import MetricSample, sample
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.index import Hit, Index, Reservation
 from kvproto.tiers.manifest import Data
-from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_ids import Chain, namespace
 from kvproto.tiers.storage_io import StorageIO, StorageRead
 from kvproto.transport.base import Paging
 
@@ -43,8 +44,11 @@ class HostBackup:
 class HostCache:
     """The pages of one rank in host memory and in a page store, for an engine that owns the pages of its pool."""
 
-    def __init__(self, copies: HostCopies, io: StorageIO | None = None) -> None:
+    def __init__(self, copies: HostCopies, io: StorageIO | None = None, names: Mapping[str, str] | None = None) -> None:
+        """`names` state what computes the pages (KVP-TIER-NAMESPACE)."""
         self.copies, self.io, self.page_store = copies, io, io.pages if io else None
+        self._names = dict(names or {})
+        self.space = namespace(self._names)
         self.host = Index(copies.layout, copies.slots)
         self.indexes = {"host": self.host}
         """The pages of each tier, by its name in metrics."""
@@ -66,6 +70,13 @@ class HostCache:
     def busy(self) -> bool:
         """Whether anything is waiting for a step, a copy, or storage."""
         return self.waiting or bool(self.io and self.io.busy)
+
+    def chain(self, tokens: npt.ArrayLike, **more: str) -> Chain:
+        """The ids of the pages that hold these token ids, [tokens]; `Chain.extend` adds tokens.
+
+        `more` are names of a request beside those of models: `adapter`, and `salt` of a tenant (KVP-TIER-NAMESPACE).
+        """
+        return Chain(namespace(self._names | more) if more else self.space, self.host.layout.page, tokens)
 
     def save(self, chain: Chain, slots: Sequence[int]) -> None:
         """Have the next `step` copy the first pages of a prompt, in these slots of the pool, and store them.

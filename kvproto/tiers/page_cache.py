@@ -12,7 +12,7 @@ hit on all.
 
 import hashlib
 import struct
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 
 import numpy as np
@@ -56,8 +56,9 @@ class PageCache(HostCache):
         copies: HostCopies,
         io: StorageIO | None = None,
         policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+        names: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(copies, io)
+        super().__init__(copies, io, names)
         self.policy, self.device = policy, Index(copies.layout, copies.pages)
         self.indexes = {"device": self.device, "host": self.host}
         self.device.on_evict = self._before_evict

@@ -3,13 +3,10 @@
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import numpy.typing as npt
-
 from kvproto.rank.pool import Pool
 from kvproto.tiers.host_cache import HostCache
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.page_cache import PageCache, WritePolicy
-from kvproto.tiers.page_ids import Chain, namespace
 from kvproto.tiers.page_layout import page_layout
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader
@@ -48,17 +45,7 @@ class Tiers(PageCache):
         """
         reach = {pool.group(name).id: tokens for name, tokens in (windows or {}).items()}
         copies, pages = tier_parts(pool, page, host, storage, most, ahead, reach, stream, durable)
-        super().__init__(copies, StorageIO(pages) if pages else None, policy)
-        self._names = dict(names)
-        self.space = namespace(names)
-
-    def chain(self, tokens: npt.ArrayLike, **more: str) -> Chain:
-        """The ids of the pages that hold these token ids, [tokens]; `Chain.extend` adds tokens.
-
-        `more` are names of a request beside those of models: `adapter`, and `salt` of a tenant (KVP-TIER-NAMESPACE).
-        """
-        space = namespace(self._names | more) if more else self.space
-        return Chain(space, self.device.layout.page, tokens)
+        super().__init__(copies, StorageIO(pages) if pages else None, policy, names)
 
 
 class HostTiers(HostCache):
@@ -84,14 +71,7 @@ class HostTiers(HostCache):
         """The host has room for one page at least; other arguments, and what is raised, are as of `Tiers`."""
         host = max(host_bytes // sum(page_layout(pool.geometry, pool.rank, page).lengths.values()), 1)
         copies, pages = tier_parts(pool, page, host, storage, most, ahead, {}, stream, durable)
-        super().__init__(copies, StorageIO(pages) if pages else None)
-        self._names = dict(names)
-        self.space = namespace(names)
-
-    def chain(self, tokens: npt.ArrayLike, **more: str) -> Chain:
-        """The ids of the pages that hold these token ids, [tokens]; `more` are names of a request, such as `salt`."""
-        space = namespace(self._names | more) if more else self.space
-        return Chain(space, self.host.layout.page, tokens)
+        super().__init__(copies, StorageIO(pages) if pages else None, names)
 
 
 def tier_parts(
