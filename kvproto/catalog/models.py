@@ -435,10 +435,12 @@ def stored_caches(configs: Sequence[Config], page: int, kv: KvDtype, state: Call
         for cache in specs(config, model, page, kv.element, state(text(config))):
             kind = cache_kind(cache)
             if kind == "attention" and kv.scaled:
-                cache = _with_scales(cache)
+                sizes = [(p.name, DType(p.dtype), p.lane_bytes) for p in cache.group.parts]
+                scaled = [row for n, d, size in sizes for row in ((n, d, size), (f"{n}_scale", DType.F32, 4))]
+                cache = _with_parts(cache, scaled)
             if kind == "mla" and (kv.row == "always" or (kv.row == "indexed" and config.get("index_head_dim"))):
-                sizes = number(text(config), "kv_lora_rank"), number(text(config), "qk_rope_head_dim")
-                cache = _row(cache, *sizes, kv.packed)
+                latent, rope = number(text(config), "kv_lora_rank"), number(text(config), "qk_rope_head_dim")
+                cache = _row(cache, latent, rope, kv.packed)
             if kind not in kv.of:
                 raise bad("kv_dtype", f"one that supports layers of kind {kind}", "one that does not")
             stored += _blocks(cache, kv) if kv.blocks and kind in ("attention", "mla") else [cache]
@@ -489,11 +491,6 @@ def _with_parts(
     )
     blocks = tuple((Block(lanes),) for _ in stated)
     return attrs.evolve(cache, group=attrs.evolve(cache.group, parts=stated), blocks=blocks)
-
-
-def _with_scales(cache: Cache) -> Cache:
-    sizes = [(p.name, DType(p.dtype), p.lane_bytes) for p in cache.group.parts]
-    return _with_parts(cache, [row for n, d, size in sizes for row in ((n, d, size), (f"{n}_scale", DType.F32, 4))])
 
 
 def _row(cache: Cache, latent: int, rope: int, packed: tuple[DType, int, DType, DType, str | None]) -> Cache:

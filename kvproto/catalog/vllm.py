@@ -88,12 +88,6 @@ _BY_PLANES = ("nvfp4", "nvfp4_4over6")
 """Cache dtypes whose blocks are all of K, the scales of K, all of V, and the scales of V."""
 
 
-def _values(cache: Cache) -> str:
-    """The name of the group in whose blocks a cache lies: for separate scales, the group that they scale."""
-    name = cache.group.name
-    return name.removesuffix(f" {cache.group.parts[0].name}") if cache_kind(cache) == "scales" else name
-
-
 @attrs.frozen
 class _Layer:
     """A layer as vLLM's cache manager sees it: what decides its block table, its bytes, and its caches."""
@@ -192,7 +186,8 @@ def _layers(caches: list[Cache], backends: dict[str, Backend], layout: str, setu
             order = layout.translate(str.maketrans("HC", "PH"))
         if setup.kv_dtype in _BY_PLANES and kind in ("attention", "scales"):
             order = f"{outer}P{layout[2:4]}"
-        name = _values(cache)
+        # separate scales lie in the blocks of the group that they scale
+        name = group.name.removesuffix(f" {group.parts[0].name}") if kind == "scales" else group.name
         last = name.split()[-1]
         table = "state" if is_state else last if last in ("window", "chunked") else "full"
         for layer in cache.layers:

@@ -142,7 +142,8 @@ def _as_json(report: StoreReport) -> dict[str, Any]:
 
 def _find(args: argparse.Namespace) -> int:
     """Print what engines hold, the longest first; exits with 1 on errors, and with 3 if an engine did not answer."""
-    tokens = [] if args.tokens is None else _tokens(args.tokens)
+    text = "" if args.tokens is None else read_file(args.tokens).decode()
+    tokens = [int(token) for token in text.replace(",", " ").split()]
     sources = {address: key or None for address, _, key in (source.partition("=") for source in args.sources)}
     with Finder(sources, args.name, Options(keys=args.keys, insecure=args.insecure)) as finder:
         finder.wait(args.wait)
@@ -156,7 +157,3 @@ def _find(args: argparse.Namespace) -> int:
         for address, why in unknown.items():
             print(f"{address}: {why}")
     return 3 if unknown else 0
-
-
-def _tokens(file: str) -> list[int]:
-    return [int(token) for token in read_file(file).decode().replace(",", " ").split()]

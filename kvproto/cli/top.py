@@ -48,19 +48,15 @@ def _run(args: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be able to show all names
     with contextlib.suppress(KeyboardInterrupt), selectors.DefaultSelector() as selector:
         feeds = [_FeedReader.open(path, selector) for path in args.feed]
-        if args.command == "tail":
-            _tail(feeds, selector, args.json)
-        else:
+        if args.command == "top":
             _top(feeds, selector, args.once)
+            return 0
+        for _, line in _lines_of(feeds, selector, None):
+            if args.json:
+                print(json.dumps(line), flush=True)
+            elif line["kind"] != "metrics":
+                print(_line_text(line), flush=True)
     return 0
-
-
-def _tail(feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, whole: bool) -> None:
-    for _, line in _lines_of(feeds, selector, None):
-        if whole:
-            print(json.dumps(line), flush=True)
-        elif line["kind"] != "metrics":
-            print(_line_text(line), flush=True)
 
 
 _EVERY = 1.0

@@ -228,7 +228,15 @@ class Driver:
                 mine, advice = "a place that takes callbacks", "end it after the Source or Sink, or open another"
                 raise LocalError(ErrorCode.ABORTED, "Options.callbacks", mine, repr(self._uncalled), advice)
             while self._inbox:
-                self._work(*self._inbox.popleft())
+                work, failed = self._inbox.popleft()
+                try:
+                    work()
+                except DeviceFault:
+                    raise
+                except Exception as error:  # it goes only to the one who posted the work
+                    if not isinstance(error, KvprotoError):
+                        _log.exception("a call of %s has failed", self._name)
+                    failed(error)
             ready, self._ready = self._ready, []
             for event in self._node.turn(ready):
                 self._deliver(event)
@@ -246,17 +254,6 @@ class Driver:
         """With the lock: end all turns with this error, which every handle and every later call raises."""
         self.failure = error
         self._deliver(error)
-
-    def _work(self, work: Callable[[], None], failed: Callable[[Exception], object]) -> None:
-        """Run posted work; an exception goes only to the one who posted it."""
-        try:
-            work()
-        except DeviceFault:
-            raise
-        except Exception as error:
-            if not isinstance(error, KvprotoError):
-                _log.exception("a call of %s has failed", self._name)
-            failed(error)
 
     def _watch(self, watched: Mapping[int, object]) -> None:
         before, now = self._watched.items(), watched.items()

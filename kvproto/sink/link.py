@@ -144,7 +144,8 @@ class SourceLink:
 
     def _lose(self, fetch: Fetch, error: KvprotoError, proven: bool = True) -> None:
         """Report a lost fetch, and keep it only until it is proven that nothing can write its pages any more."""
-        self._context.unreached[self.replica] += _unreached(error)
+        unwritten = error.code in (ErrorCode.TRANSPORT_FAILED, ErrorCode.PEER_LOST)  # as the source reports
+        self._context.unreached[self.replica] += unwritten and isinstance(error, ReportedError)
         fetch.expect_nothing()
         if proven:
             self._forget(fetch)
@@ -509,11 +510,6 @@ def _check_accepted(fetch: Fetch, now: float) -> None:
     """Give up a fetch that its source has not accepted in time, over the link that has it now."""
     if fetch.link is not None:
         fetch.link.give_up_late(fetch, now)
-
-
-def _unreached(error: KvprotoError) -> bool:
-    """Whether a source reported that it cannot write this side's memory."""
-    return isinstance(error, ReportedError) and error.code in (ErrorCode.TRANSPORT_FAILED, ErrorCode.PEER_LOST)
 
 
 _UNANSWERED = "the ticket's deadline passed: {}: check that all ranks of the source run and are known"

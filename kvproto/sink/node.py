@@ -277,22 +277,33 @@ class SinkNode:
             context.verification.advance()
             self._turn_links(now)
         if self._leaving and self._recheck:
-            self._return_pools()
+            free = free_pools(self._leaving, self._holders, self.transports, self.pool)
+            self._events += free
+            if free:
+                self._awake |= self._former
         self._recheck = False
         events, self._events = self._events, []
         return events
 
     def _turn_links(self, now: float) -> None:
+        """Give links that have something to do their turns, and note what they have become."""
         while self._awake:
             awake, self._awake = self._awake, {}
             for link in awake:
-                self._turn_of(link, now)
-
-    def _return_pools(self) -> None:
-        free = free_pools(self._leaving, self._holders, self.transports, self.pool)
-        self._events += free
-        if free:
-            self._awake |= self._former
+                if not link.former and self._links.get(link.replica) is not link:
+                    continue  # it has been dropped
+                link.turn(now)
+                if link.copying:
+                    self._polled[link] = True
+                elif self._polled.get(link):
+                    self._polled[link] = False  # one more turn, as what has become free is granted again
+                else:
+                    self._polled.pop(link, None)
+                self._watch(link)
+                if not link.former:
+                    self._note(link, now)
+                elif link.idle:
+                    self._forget(link)
 
     def _receive(self, ready: Collection[int] | None, now: float) -> None:
         """Receive for a while; the last frames of a writer that has ended are received before its end is noted."""
@@ -341,22 +352,8 @@ class SinkNode:
                 self._watched[fd] = writer
                 self._filenos = None, {}
 
-    def _turn_of(self, link: SourceLink, now: float) -> None:
-        """Give a link its turn, and note what it has become."""
-        if not link.former and self._links.get(link.replica) is not link:
-            return  # it has been dropped
-        link.turn(now)
-        if link.copying:
-            self._polled[link] = True
-        elif self._polled.get(link):
-            self._polled[link] = False  # one more turn, as what has become free is granted again
-        else:
-            self._polled.pop(link, None)
-        self._watch(link)
-        if link.former:
-            if link.idle:
-                self._forget(link)
-            return
+    def _note(self, link: SourceLink, now: float) -> None:
+        """Note whether a link is ready, is over, or is to be made again."""
         if link.usable != (link.replica in self.ready):
             self.ready = self.ready ^ {link.replica}
             self._again.pop(link.replica, None)

@@ -47,7 +47,8 @@ class HostCopies:
         """Host memory by group, one page after the other."""
         self._bytes = {group: np.from_dlpack(memory).view(np.uint8).data for group, memory in self.memory.items()}
         host = as_pool(pool, lengths, slots)
-        routes = tuple(_route(pool.groups[group], pool.shares[group]) for group in rows)
+        boxes = {group: tuple(_boxes(pool.groups[group], pool.shares[group])) for group in rows}
+        routes = tuple(Route(0, 0, group, of_group, bytes(32)) for group, of_group in boxes.items())
         self._out, self._in = Pair(routes, pool, host), Pair(routes, host, pool)
 
     def page(self, slot: int) -> dict[int, memoryview]:
@@ -136,12 +137,8 @@ def as_pool(side: RankLayout, lengths: Mapping[int, int], slots: int) -> RankLay
     return RankLayout(geometry, side.rank, columns)
 
 
-def _route(group: Group, share: Owns) -> Route:
-    """A route from a rank to itself with everything that it owns of a group."""
-    return Route(0, 0, group.id, tuple(_boxes(group, share)), bytes(32))
-
-
 def _boxes(group: Group, share: Owns) -> Iterator[Box]:
+    """The boxes of a route from a rank to itself, with everything that it owns of a group."""
     layers, names = share.layers.astype(np.int64), [part.name for part in group.parts]
     for run in np.split(layers, np.flatnonzero(np.diff(layers) != 1) + 1):
         begin, end = int(run[0]), int(run[-1]) + 1

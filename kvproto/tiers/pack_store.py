@@ -452,9 +452,4 @@ class PackStore(BatchStore, IntoStore):
         return True
 
 
-def _forked() -> None:
-    for store in [*_stores]:
-        store.forget()
-
-
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=lambda: [*map(PackStore.forget, [*_stores])])

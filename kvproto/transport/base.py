@@ -336,7 +336,8 @@ class Provider(ABC):
         """The GPU that all regions are on, None for the host; raises LocalError(NO_TRANSPORT)."""
         devices = {m.device for m in memory.values()}
         if len(devices) != 1:
-            places = ", ".join(f"region {id} on {_place(m)}" for id, m in memory.items()) or "no region"
+            on = {id: "the host" if m.device is None else f"GPU {m.device}" for id, m in memory.items()}
+            places = ", ".join(f"region {id} on {place}" for id, place in on.items()) or "no region"
             wanted, advice = "regions of one GPU, or of the host", "give each rank pools of one GPU"
             raise LocalError(ErrorCode.NO_TRANSPORT, "pool", wanted, places, advice)
         return devices.pop()
@@ -376,10 +377,6 @@ def handle_of(region: Region, path: str, code: TransportCode) -> Handle:
             return handle
     advice = "use a transport that both sides have"
     raise RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.handles", code.name, "none", advice)
-
-
-def _place(memory: Memory) -> str:
-    return "the host" if memory.device is None else f"GPU {memory.device}"
 
 
 def bells(transports: Iterable[Transport]) -> dict[int, Transport]:
