@@ -196,13 +196,11 @@ class Dialer:
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._lines: dict[tuple[Any, ...], _Line] = {}
         self._owned: dict[Hashable, list[_Line]] = {}
-        """Lines by owner."""
         self._by_fd: dict[int, _Line] = {}
         """Lines by the descriptors of their inboxes and of their events."""
         self._used: dict[_Line, None] = {}
         """Lines on which frames may wait that no descriptor announces."""
         self._watched: set[_Line] = set()
-        """Lines that have events."""
         self._eventful: dict[_Line, None] = {}
         """Lines whose events were not read to the end."""
         self._opened: list[Socket] = []

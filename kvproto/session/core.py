@@ -135,7 +135,6 @@ class Session:
         self._handlers |= {cls: partial(handler, owner) for cls, handler in owner.handlers}
 
     def has(self, cls: type[Extension]) -> bool:
-        """Whether an extension is installed."""
         return cls in self._extensions
 
     def part(self, cls: type[P]) -> P:

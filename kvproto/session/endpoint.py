@@ -68,7 +68,6 @@ class Endpoint:
         self.report(event)
 
     def report(self, event: Event) -> None:
-        """Report an event to the engine."""
         self.calls.report(event)
 
     def closed(self, session: Any) -> None:

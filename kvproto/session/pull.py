@@ -42,7 +42,6 @@ class Loan:
     request: int
     """The request id of the Offer."""
     end: float
-    """The end of the lease."""
     latest: float
     """The ticket's deadline, beyond which no lease extends."""
     renewed: tuple[int, int] = (0, 0)
@@ -55,7 +54,6 @@ class Lease:
 
     offer: m.Offer
     end: float
-    """The end of the lease."""
     length: float
     """The length of the lease in seconds."""
     renewal: int | None = None

@@ -198,7 +198,6 @@ class Answer:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of the message."""
         return {
             "outcome": self.outcome, "handoff": self.handoff, "checksums": self.checksums, "begins": self.begins or None
         }  # fmt: skip

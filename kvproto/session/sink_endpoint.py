@@ -123,7 +123,6 @@ class SinkEndpoint(Endpoint):
         self.gone = ""
         """The source rank whose session ended first, for display."""
         self.sessions: dict[Any, SinkSession] = {}
-        """Sessions by address."""
         self._ranks: dict[int, SinkSession] = {}
         """Sessions whose plan is known, by source rank."""
         self.transfers: dict[SinkTransfer, None] = {}
@@ -632,7 +631,6 @@ class SinkEndpoint(Endpoint):
         return False not in stopped
 
     def _end(self, transfer: SinkTransfer, now: float) -> None:
-        """Report the end of a transfer."""
         attempts = transfer.parts.values()
         if transfer.error is None:
             done = {attempt.done.writer: attempt.done for attempt in attempts if attempt.done is not None}

@@ -50,8 +50,6 @@ class TicketCalls(Protocol):
 
 @attrs.define(eq=False)
 class TicketState:
-    """One ticket."""
-
     key: bytes = attrs.field(repr=False)
     deadline: float
     timer: Timer

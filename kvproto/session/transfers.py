@@ -353,7 +353,6 @@ class SinkTransfers(Extension):
             self._session.move(attempt, "Accepted")
 
     def accepted(self, message: m.Accepted, now: float) -> None:
-        """Handle Accepted."""
         attempt = self.find(message)
         due = self._session.answered(message.request, m.Transfer, m.Grant, about=message.sequence)
         if attempt is not None and (due or message.request == attempt.request):

@@ -166,7 +166,6 @@ class Scheduler:
         return not send.peer.packed and send.failure is None
 
     def _computed(self, send: Send) -> Mapping[Layer, Available]:
-        """The rows that are computed, by layer."""
         finished = send.prefill.finished
         if finished is None:
             return send.prefill.available
