@@ -252,15 +252,13 @@ class Index:
     def slot(self, id: bytes) -> int | None:
         return self._by_id.get(id)
 
-    def evict(self, count: int) -> int:
-        """Remove least recently used pages, and their descendants, until `count` slots are FREE; returns how many."""
-        before = self.slots.free
+    def evict(self, count: int) -> None:
+        """Remove least recently used pages, and their descendants, until `count` slots are FREE."""
         while self.slots.free < count and (slot := self.slots.oldest()) is not None:
             self._remove(slot)
-        return self.slots.free - before
 
-    def _remove(self, slot: int) -> int:
-        """Remove a page and its descendants; returns how many. Readers keep their slots."""
+    def _remove(self, slot: int) -> None:
+        """Remove a page and its descendants; readers keep their slots."""
         removed = [(id, below) for below in self._subtree(slot) if (id := self._ids[below]) is not None]
         self.on_evict(removed)
         self._unlink(slot)
@@ -269,7 +267,6 @@ class Index:
             if self.changes is not None:
                 self.changes[id] = None
             self._clear(below)
-        return len(removed)
 
     def _replace(self, old: int, new: int, bits: int) -> None:
         """Put a page in place of one that lacks some of its components; readers of the old one keep its slot."""

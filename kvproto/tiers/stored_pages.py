@@ -38,15 +38,14 @@ class StoredPages:
         most: int = 0,
         ahead: Collection[str] = (),
         durable: bool = False,
-        threads: int = 4,
     ) -> None:
-        """The arguments, and what is raised, are those of `Tiers`; so many threads read."""
+        """The arguments, and what is raised, are those of `Tiers`."""
         copies, pages = tier_parts(pool, page, 2 * BATCH, storage, most, ahead, {}, 0, durable)
         assert pages is not None
         assert pages.others is not None
         self.copies, self.page_store, self._others = copies, pages, pages.others
         self.layout, self.space, self._names = copies.layout, namespace(names), dict(names)
-        self._workers = Workers(threads, float("inf"), 1 << 30)
+        self._workers = Workers(4, float("inf"), 1 << 30)
         self._getting, self._putting, self._copying, self._cutting = Lock(), Lock(), Lock(), Lock()
         self._cut: OrderedDict[bytes, Mapping[int, bytes]] = OrderedDict()
         """Pages in other layouts that were counted, cut for ours, by id."""
