@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import Protocol
 
 from kvproto.copying.streams import Piece
 from kvproto.errors import KvprotoError, RemoteError
@@ -11,14 +10,14 @@ from kvproto.events import Refused
 from kvproto.planning.geometry import Geometry
 from kvproto.session.catalogue import Catalogue, Changes, SourceCatalogue
 from kvproto.session.descriptions import Party, Stated
-from kvproto.session.endpoint import Endpoint, EndpointCalls
+from kvproto.session.endpoint import Endpoint
 from kvproto.session.error_fields import refusal
 from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS
 from kvproto.session.negotiation import LIMITS, Terms, negotiate
 from kvproto.session.records import Answer, SourceAttempt
 from kvproto.session.source import SourceSession
 from kvproto.session.table import SessionState
-from kvproto.session.tickets import TicketCalls, Tickets
+from kvproto.session.tickets import SourceCalls, Tickets
 from kvproto.session.transfers import changed
 from kvproto.wire import decode, encode
 from kvproto.wire import messages as m
@@ -28,13 +27,6 @@ Admit = Callable[[Hashable, Party, int], None]
 
 _MAX_REMEMBERED = 1 << 16
 """The most superseded sessions, and drained sessions, that are remembered."""
-
-
-class SourceCalls(TicketCalls, EndpointCalls, Protocol):
-    """The calls that a source endpoint makes on the rank that drives it."""
-
-    def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
-        """Note that a sink rank has read `count` bytes of what it was offered; 0 if it gave up reading."""
 
 
 class SourceEndpoint(Endpoint):

@@ -14,9 +14,10 @@ import attrs
 
 from kvproto.copying.grants import held_from
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.events import Declined, Event, Unwanted
+from kvproto.events import Declined, Unwanted
 from kvproto.planning.kinds import KINDS, NO_AXES, axis_of, length_of
 from kvproto.session import limits
+from kvproto.session.endpoint import EndpointCalls
 from kvproto.session.error_fields import mismatch
 from kvproto.session.records import SourceAttempt
 from kvproto.session.table import TransferState
@@ -29,17 +30,17 @@ _UNGRANTED = "the ticket's deadline passed before the sink had granted all items
 _LATE = "the ticket's deadline passed before prefill was finished: make a new ticket"
 
 
-class TicketCalls(Protocol):
-    """The calls that tickets make on the rank whose requests they are for; `request` is the engine's own record."""
-
-    def report(self, event: Event) -> None:
-        """Report an event to the engine."""
+class SourceCalls(EndpointCalls, Protocol):
+    """The calls that a source endpoint makes on the rank that drives it; `request` is the engine's own record."""
 
     def request_changed(self, request: Any) -> None:
         """Note that a transfer of a request has come, was granted more, or is not wanted any more."""
 
     def transfer_due(self, attempt: SourceAttempt) -> None:
         """Copy the rows of a transfer whose items are all granted, as prefill is over."""
+
+    def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
+        """Note that a sink rank has read `count` bytes of what it was offered; 0 if it gave up reading."""
 
     def request_released(self, request: Any, routed: tuple[int, ...], lost: Mapping[int, KvprotoError]) -> None:
         """Note that no sink rank needs a request; `lost` says why some may not have it, by rank (KVP-TRN-DUMMY)."""
@@ -104,7 +105,7 @@ class TicketState:
 class Tickets:
     """All tickets of a source rank."""
 
-    def __init__(self, rank: int, timers: Timers, calls: TicketCalls, closed: set[int]) -> None:
+    def __init__(self, rank: int, timers: Timers, calls: SourceCalls, closed: set[int]) -> None:
         """`closed` collects the ids of sessions that have ended and may be forgotten, as no ticket needs them."""
         self._rank, self._timers, self._calls, self._closed = rank, timers, calls, closed
         self.wait = limits.TICKET_WAIT
