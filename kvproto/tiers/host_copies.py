@@ -13,7 +13,7 @@ import numpy as np
 
 from kvproto.copying.columns import columns_at
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import RankLayout, Window
+from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.errors import LocalError
 from kvproto.planning.geometry import Geometry, Group, lane_bytes
 from kvproto.planning.kinds import KINDS
@@ -61,12 +61,12 @@ class HostCopies:
     def to_host(self, pool: Sequence[int], host: Sequence[int]) -> Paging:
         """Start to copy slots of the pool into slots of the host."""
         program = self._out.lower(self._pool_windows(pool), self._host_windows(host))
-        return self._count(self.pager.save(program, self._regions, self.memory))
+        return self._count(program, self.pager.save(program, self._regions, self.memory))
 
     def to_pool(self, host: Sequence[int], pool: Sequence[int]) -> Paging:
         """Start to copy slots of the host into slots of the pool."""
         program = self._in.lower(self._host_windows(host), self._pool_windows(pool))
-        return self._count(self.pager.load(program, self.memory, self._regions))
+        return self._count(program, self.pager.load(program, self.memory, self._regions))
 
     def close(self) -> None:
         """Free the host memory, once all copies are over; memory with live views is freed with the last of them."""
@@ -76,9 +76,9 @@ class HostCopies:
             with suppress(BufferError):
                 self.memory.popitem()[1].close()
 
-    def _count(self, copy: Paging) -> Paging:
+    def _count(self, program: CopyProgram, copy: Paging) -> Paging:
         self.programs += 1
-        self.bytes += copy.bytes
+        self.bytes += program.bytes
         return copy
 
     def _pool_windows(self, slots: Sequence[int]) -> dict[int, Window]:

@@ -117,10 +117,6 @@ class Paging(Protocol):
     """A copy between a pool and memory of the host that has been started (`Pager`)."""
 
     @property
-    def bytes(self) -> int:
-        """Bytes that it writes."""
-
-    @property
     def done(self) -> bool:
         """Whether every byte is at its destination; raises KvprotoError if that can no longer happen."""
 

@@ -25,10 +25,6 @@ class Late(Paging):
     sides: tuple[dict[int, memoryview], dict[int, memoryview]]
     done: bool = False
 
-    @property
-    def bytes(self) -> int:
-        return self.program.bytes
-
     def hold(self, layer: int | None = None) -> None:
         self.wait()
 

@@ -42,7 +42,6 @@ class _LayerCopies(Paging):
     lasts: Sequence[int]
     """The last layer of each interval."""
     stream: int
-    bytes: int
 
     @property
     def done(self) -> bool:
@@ -134,7 +133,7 @@ class CudaPager(Pager):
         call(driver.cuEventRecord(self._event, self.stream), "engine's stream")
         sides = [{id: _address(memory) for id, memory in side.items()} for side in (sources, sinks)]
         first, rest = way.start(program, sides, cuts, int(self._event))
-        return _LayerCopies(first, rest, [hi - 1 for _, hi in cuts], self.stream, program.bytes)
+        return _LayerCopies(first, rest, [hi - 1 for _, hi in cuts], self.stream)
 
     def close(self) -> None:
         current(self.device)

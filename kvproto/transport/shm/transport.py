@@ -113,7 +113,6 @@ class ShmTransport(base.Transport):
 class _HostPaging(base.Paging):
     """A copy that was done before it was returned."""
 
-    bytes: int
     done: bool = True
 
     def hold(self, layer: int | None = None) -> None:
@@ -138,7 +137,8 @@ class HostPager(base.Pager):
     def copy(self, program: CopyProgram, sources: base.Regions, sinks: base.Regions) -> base.Paging:
         """Run a program; raises LocalError(NO_TRANSPORT) for memory that is not `SharedMemory`."""
         here, there = (buffers(side, wanted="memory of the host", kinds=(SharedMemory,)) for side in (sources, sinks))
-        return _HostPaging(execute(program, here, there))
+        execute(program, here, there)
+        return _HostPaging()
 
     def close(self) -> None:
         return
