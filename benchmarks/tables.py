@@ -62,7 +62,12 @@ def conversion_gpu() -> Rows:
     for way, samples in kept["samples"].items():
         if not way.endswith(", sum"):
             took, summed = median(samples), median(kept["samples"][f"{way}, sum"])
-            yield way, f"{kept['bytes'] / took / 1e9:,.0f}", f"{plain / took:.2f}", f"{kept['bytes'] / summed / 1e9:,.0f}"
+            yield (
+                way,
+                f"{kept['bytes'] / took / 1e9:,.0f}",
+                f"{plain / took:.2f}",
+                f"{kept['bytes'] / summed / 1e9:,.0f}",
+            )
 
 
 # docs/gpu.md
