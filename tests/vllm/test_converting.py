@@ -81,13 +81,13 @@ def test_rows_of_one_type_go_as_they_are(tmp_path: Path) -> None:
     """What may be converted changes no pair that needs no conversion; equal scales are equal, and others are refused."""
     sent, came = moved(TENSOR, attrs.evolve(TENSOR, order="BNHC", block=16, kernel=16), tmp_path)
     assert torch.equal(sent, came)
-    with pytest.raises(RemoteError, match="give both engines the same scales") as caught:
+    with pytest.raises(RemoteError, match="serve one checkpoint.s scales on both sides") as caught:
         moved(TENSOR, attrs.evolve(TENSOR, scales=(0.5, 0.0124)), tmp_path)
     assert caught.value.path == "groups[flashinfer].parts[v].x_scales"
 
 
 def test_an_engine_that_was_not_told_to_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RemoteError, match="state one conversion on both") as caught:
+    with pytest.raises(RemoteError, match="state e4m3_tensor on both") as caught:
         moved(BF16, TENSOR, tmp_path, both=False)
     assert (caught.value.code, caught.value.path) == (ErrorCode.DTYPE_MISMATCH, "groups[flashinfer].parts[k].dtype")
 
