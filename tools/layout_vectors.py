@@ -37,8 +37,8 @@ TP = {
     "nemotron-h-8b": 2, "qwen3-235b-a22b": 8, "qwen3-next-80b-a3b": 4, "step3": 8,
 }  # fmt: skip
 """Ranks of the larger models."""
-APART = ("hunyuan-large",)
-"""Models of which it is not known which layers engines store."""
+APART = ("deepseek-v4-flash", "gemma-4-31b", "glm-5.2", "hunyuan-large", "minimax-m3")
+"""Models of which it is not known which layers engines store, or how they arrange them."""
 UNKNOWN = {"trtllm": ("deepseek-v3.2",)}
 """Pools that no table describes."""
 MORE: list[tuple[str, str, str]] = [

@@ -120,14 +120,18 @@ def _after_a_pass(config: Any, device: str) -> Held:
     with torch.device(device), torch.no_grad():
         out = _model(config, device)(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=True)
     cache = getattr(out.past_key_values, "self_attention_cache", out.past_key_values)
-    held = {n: of_layer(layer) for n, layer in enumerate(cache.layers)}
+    held = {n: of_layer(layer, one=config.model_type in _ONE) for n, layer in enumerate(cache.layers)}
     for n, state in enumerate(getattr(cache, "linear_cache", ())):  # of MiniMax-Text-01, beside its layers
         if len(state):
             held[n] = {"state": math.prod(state.shape[1:])}
     return {n: parts for n, parts in held.items() if parts}
 
 
-def of_layer(layer: Any) -> dict[str, float]:
+_ONE = ("deepseek_v4",)
+"""Types whose K is V, in layers that do not compress too."""
+
+
+def of_layer(layer: Any, one: bool = False) -> dict[str, float]:
     """The elements of one layer of a transformers Cache; raises ValueError for a tensor that is not known."""
     import torch
 
@@ -142,7 +146,7 @@ def of_layer(layer: Any) -> dict[str, float]:
             match name:
                 case "keys":
                     held["kv"] += shape[1] * shape[3]
-                case "values" if not hasattr(layer, "compressed_kv"):  # there K is V
+                case "values" if not one and not hasattr(layer, "compressed_kv"):  # there K is V
                     held["kv"] += shape[1] * shape[3]
                 case "values":
                     pass

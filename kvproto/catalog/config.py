@@ -238,13 +238,18 @@ def index_layers(config: Config, layers: Iterable[int]) -> list[int]:
     kinds = config.get("layer_types") or ()
     if "indexed_attention" in kinds:
         layers = [i for i in layers if kinds[i] == "indexed_attention"]
-    if stated := config.get("indexer_types") or config.get("index_topk_pattern"):
-        return [i for i in layers if stated[i] not in ("shared", "S")]
-    if config.get("cli_factor"):
-        return [i for i in layers if i % number(config, "cli_factor") == 0]
     every = number(config, "index_topk_freq") if config.get("index_topk_freq") else 1
     first = number(config, "index_skip_topk_offset") if config.get("index_skip_topk_offset") else 2
-    return [i for i in layers if max(i - first + 1, 0) % every == 0]
+    counted = [i for i in layers if max(i - first + 1, 0) % every == 0]
+    for name in ("indexer_types", "index_topk_pattern"):
+        if stated := config.get(name):
+            listed = [i for i in layers if stated[i] not in ("shared", "S")]
+            if config.get("index_topk_freq") and listed != counted:
+                raise bad(f"config.{name}", "the layers that index_topk_freq and index_skip_topk_offset have", "others")
+            return listed
+    if config.get("cli_factor"):
+        return [i for i in layers if i % number(config, "cli_factor") == 0]
+    return counted
 
 
 _OF_INDEX = ("index_n_heads", "index_topk", "indexer_types", "index_topk_pattern", "index_topk_freq", "cli_factor")

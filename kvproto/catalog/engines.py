@@ -26,6 +26,7 @@ from kvproto.catalog.models import (
     Setup,
     cache_kind,
     check_heads,
+    check_stored_as_computed,
     dtype_of,
     model_dtype,
     stored_caches,
@@ -91,6 +92,8 @@ def pools(
         raise bad("backend", "none, as only vllm's pools depend on it", setup.backend)
     if setup.state_layout != "SD" and engine != "vllm":
         raise bad("state_layout", "SD, except for vllm", setup.state_layout)
+    if setup.kv_dtype == "auto":
+        check_stored_as_computed(target)
     kv = dtype_of(setup.kv_dtype, row.dtypes, setup)
     parallel = attrs.evolve(setup.parallel, tp=tp // setup.dp)
     backend, layout = setup.backend or next(iter(kv.backends), None), setup.layout or next(iter(kv.layouts), None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from hashlib import sha256
 from types import NoneType
 from typing import Any
 
@@ -50,6 +52,8 @@ def describe(
     default (`Cache.dealt`); `own` has arguments of `Cache.over` by cache name. Raises LocalError(OUT_OF_RANGE).
     """
     configs = (target, *drafts)
+    if kv_dtype is None:
+        check_stored_as_computed(target)
     caches = {c.group.name: c for model, config in enumerate(configs) for c in specs(config, model, page, kv_dtype)}
     for path, names in (("sharded", sharded), ("replicated", replicated), ("own", own or {})):
         if unknown := [name for name in names if name not in caches]:
@@ -69,7 +73,7 @@ def describe(
 
 
 def with_windows(geometry: Geometry, configs: Iterable[Config]) -> Geometry:
-    """The Geometry with a WARN fact for each model with windowed or chunked layers, unless it states one already."""
+    """The Geometry with WARN facts of each model that it lacks: its windows or chunks, and its rotary embedding."""
     stated = {fact.name for fact in geometry.facts}
     windows = []
     for model, config in enumerate(map(text, configs)):
@@ -77,12 +81,29 @@ def with_windows(geometry: Geometry, configs: Iterable[Config]) -> Geometry:
         if compress_ratios(config, number(config, "num_hidden_layers")) is not None:
             kinds = {"window"}
         reach = next((number(config, key) for kind, key in _REACH.items() if kind in kinds), None)
-        name = f"window.{_model_name(model)}"
-        if reach is not None and name not in stated:
-            windows.append(Fact(name=name, value=str(reach), rule=FactRule.WARN))
+        said = {"window": None if reach is None else str(reach), "rope": _rope(config)}
+        names = {f"{name}.{_model_name(model)}": value for name, value in said.items() if value is not None}
+        windows += [Fact(name=n, value=v, rule=FactRule.WARN) for n, v in names.items() if n not in stated]
     return attrs.evolve(geometry, facts=tuple(sorted((*geometry.facts, *windows), key=lambda fact: fact.name)))
 
 
+def _rope(config: Config) -> str | None:
+    """The rotary embedding as text, alike for both forms that a config.json may have; None if it says nothing."""
+    stated = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = {**stated} if isinstance(stated, dict) else {}
+    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        if config.get(name) is not None:
+            rope.setdefault(name, config[name])
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    if not rope:
+        return None
+    shown = json.dumps({"rope_type": "default", **rope}, sort_keys=True)
+    return shown if len(shown) <= _LONGEST_FACT else f"sha256:{sha256(shown.encode()).hexdigest()}"
+
+
+_LONGEST_FACT = 200
+"""Characters of a fact that people can compare."""
 _REACH = {"window": "sliding_window", "chunked": "attention_chunk_size"}
 """Fields of a config that say how many tokens a layer of each kind attends to."""
 
@@ -113,7 +134,8 @@ def specs(
     page = check_whole("page", max(64, longest) if page is None else page, 1)
     if page % max(longest, 1):
         raise bad("page", f"a multiple of {longest}, the tokens of a compressed row", page)
-    caches = _caches(read, model, page, _element(kv_dtype or element_type(read)), state_dtype or DType.F32)
+    states = state_dtype or _state_type(read) or DType.F32
+    caches = _caches(read, model, page, _element(kv_dtype or element_type(read)), states)
     read.check()
     if not caches:
         raise bad("config", "layers with a cache", "none")
@@ -481,10 +503,22 @@ def cache_kind(cache: Cache) -> str:
 
 def model_dtype(config: Config) -> DType:
     """The element type of states: the config's for them, F32 for Kimi delta attention, else that of activations."""
-    for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
-        if config.get(key):
-            return element_type({"dtype": config[key]}, key)
+    if stated := _state_type(config):
+        return stated
     return DType.F32 if config.get("linear_attn_config") else element_type(config)
+
+
+def _state_type(config: Config) -> DType | None:
+    """The element type that a config states of states."""
+    key = next((key for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype") if config.get(key)), None)
+    return None if key is None else element_type({"dtype": config[key]}, key)
+
+
+def check_stored_as_computed(config: Config) -> None:
+    """Raise LocalError for a checkpoint that asks for a cache of another dtype, if no dtype of pages is stated."""
+    asked = text(config).get("quantization_config") or {}
+    if name := next((n for n in ("kv_cache_scheme", "kv_cache_quant_algo") if asked.get(n)), None):
+        raise bad("kv_dtype", f"one that is stated, as {name} of quantization_config may change it", "none")
 
 
 def _with_parts(

@@ -159,12 +159,13 @@ def read_configs(paths: Iterable[Path], ignored: Collection[str]) -> list[Config
 
     Raises LocalError for a field that no file has, or that is read for caches; OSError or ValueError.
     """
-    files = {path: _json(path) for path in paths}
-    for path, data in files.items():
+    files = []
+    for path in paths:
+        files.append(data := _json(path))
         if not isinstance(data, dict):
             raise ValueError(f"{path}: not a config.json, which is an object")
-    there = {name for data in files.values() for part in (data, data.get("text_config")) for name in part or ()}
-    configs = [_without(data, ignored) for data in files.values()]
+    there = {name for data in files for part in (data, data.get("text_config")) for name in part or ()}
+    configs = [_without(data, ignored) for data in files]
     if unknown := {*ignored} - there:
         raise bad("ignore", "a field of the config.json", min(unknown))
     for config in configs if ignored else ():

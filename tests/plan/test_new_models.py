@@ -10,7 +10,7 @@ from kvproto.catalog.engines import Setup, pools
 from kvproto.catalog.models import describe, draft_of
 from kvproto.errors import LocalError, PlanError
 from kvproto.planning.geometry import Geometry, validate
-from kvproto.planning.plan import plan
+from kvproto.planning.plan import differences, plan
 from kvproto.wire.enums import ErrorCode, ItemKind
 from tests.errors import raises
 
@@ -208,6 +208,7 @@ def test_how_an_engine_arranges_such_pools_is_not_guessed(engine: str, config: M
         ({"index_topk_freq": 4}, [0, 1, 5, 9]),
         ({"indexer_types": ["full", *["shared"] * 4] * 2}, [0, 5]),
         ({"index_topk_pattern": "FFSSSFSSSF"}, [0, 1, 5, 9]),
+        ({"index_topk_pattern": "FFSSSFSSSF", "index_topk_freq": 4}, [0, 1, 5, 9]),
         ({"cli_factor": 3}, [0, 3, 6, 9]),
     ],
     ids=lambda value: next(iter(value), "all") if isinstance(value, dict) else "",
@@ -347,7 +348,8 @@ def test_nothing_and_fractions_are_no_caches(nothing: Any) -> None:
     ],
 )
 def test_fields_of_other_things_are_not_asked_about(more: Mapping[str, Any]) -> None:
-    assert describe({**GQA, **more}) == describe(GQA)
+    made, plain = describe({**GQA, **more}), describe(GQA)
+    assert (made.groups, made.ranks) == (plain.groups, plain.ranks)
 
 
 @pytest.mark.parametrize(("shown", "heads"), [({"multi_query": True}, 1), ({"multi_query": False}, 71), ({"new_decoder_architecture": True, "multi_query": True, "num_kv_heads": 8}, 8)])  # fmt: skip
@@ -418,6 +420,7 @@ LISTS: list[tuple[Mapping[str, Any], str, Any]] = [
     (INDEXED, "indexer_types", ["shared"] * 11),
     (INDEXED, "indexer_types", []),
     (INDEXED, "index_topk_pattern", "FFSSS"),
+    ({**DSA, "index_topk_pattern": "FFSSSFSSSF", "index_topk_freq": 4}, "index_topk_pattern", "FFFSSFSSSF"),
     (INDEXED, "index_topk_pattern", "FFSSSXFSSS"),
     (M3, "sparse_attention_config.sparse_attention_freq", ["0", "0", "0", "1", "1", "1"]),
     (M3, "sparse_attention_config.sparse_attention_freq", [0, 0, 0, 1, 1]),
@@ -568,3 +571,33 @@ def test_a_rank_has_the_keys_of_its_values(tp: int) -> None:
 def test_engines_do_not_copy_key_heads_of_delta_rules() -> None:
     with raises(LocalError, path="tp"):
         pools("vllm", DELTA, setup=Setup(Parallel(tp=32)))
+
+
+@pytest.mark.parametrize("asked", [{"kv_cache_scheme": {"num_bits": 8}}, {"kv_cache_quant_algo": "FP8"}])
+def test_a_checkpoint_that_asks_for_another_cache_has_the_dtype_stated(asked: Mapping[str, Any]) -> None:
+    config = {**GQA, "quantization_config": asked}
+    for refused in (lambda: describe(config), lambda: pools("vllm", config)):
+        with raises(LocalError, path="kv_dtype", match=next(iter(asked))):
+            refused()
+    assert describe(config, kv_dtype=DType.F8E4M3)
+    assert pools("vllm", config, setup=Setup(kv_dtype="fp8"))
+
+
+def test_states_have_the_dtype_that_is_stated() -> None:
+    made = describe({**DELTA, "mamba_ssm_dtype": "bfloat16"})
+    assert {p.dtype for g in made.groups for p in g.parts if p.name == "ssm"} == {DType.BF16}
+
+
+def rope(config: Mapping[str, Any]) -> str | None:
+    return {fact.name: fact.value for fact in describe({**GQA, **config}).facts}.get("rope.target")
+
+
+def test_the_rotary_embedding_is_a_fact_in_either_form() -> None:
+    """A rotary embedding of another kind gives other keys; both forms of a file say the same."""
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    new = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0}}
+    assert rope(old) == rope(new) == '{"factor": 4.0, "rope_theta": 500000.0, "rope_type": "yarn"}'
+    assert rope({}) is None
+    plain, odd = ({**GQA, "rope_theta": 5e5, **more} for more in ({}, {"rope_scaling": {"type": "hyperrope"}}))
+    assert [path for path, _, _ in differences(describe(plain), describe(odd))] == ["facts[rope.target]"]
+    assert describe(plain, facts={"rope.target": "mine"}).facts[0].value == "mine"
