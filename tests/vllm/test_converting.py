@@ -81,7 +81,7 @@ def test_rows_of_one_type_go_as_they_are(tmp_path: Path) -> None:
     """What may be converted changes no pair that needs no conversion; equal scales are equal, and others are refused."""
     sent, came = moved(TENSOR, attrs.evolve(TENSOR, order="BNHC", block=16, kernel=16), tmp_path)
     assert torch.equal(sent, came)
-    with pytest.raises(RemoteError, match="serve one checkpoint.s scales on both sides") as caught:
+    with pytest.raises(RemoteError, match=r"serve one checkpoint.s scales on both sides") as caught:
         moved(TENSOR, attrs.evolve(TENSOR, scales=(0.5, 0.0124)), tmp_path)
     assert caught.value.path == "groups[flashinfer].parts[v].x_scales"
 
