@@ -193,9 +193,9 @@ def _refused(head: Geometry) -> Iterator[Case]:
     one = engine(FP8, TENSOR)
     for id, bits in (("of-one-layer", [0.5, 0.125]), ("of-all", [0.125]), ("of-two-in-one", [0.5])):
         there = _with(one, x_scales=np.array(bits, np.float32).view(np.uint32))
-        yield f"refused-scales-{id}", SCALES, (one, there), [], "bytes of one dtype that mean other numbers"
+        yield f"refused-scales-{id}", SCALES, (one, there), ON, "bytes of one dtype that mean other numbers"
     same = _with(one, 1, x_scales=np.array([0.5, 0.5, 0.25], np.float32).view(np.uint32))
-    yield "equal-scales", SCALES, (one, same), [], "one scale for all layers, and the same for each of two"
+    yield "equal-scales", SCALES, (one, same), ON, "one scale for all layers, and the same for each of two"
     other = lay_out([Cache.gqa("kv", 2, kv_heads=4, head_dim=128, page=16).converts(BLOCK)])
     yield "refused-elements", PLAN, (other, head), ON, "heads of another number of elements"
 
