@@ -105,7 +105,10 @@ def test_what_tail_has_kept_is_shown_again(tmp_path: Path, capsys: pytest.Captur
     kept = tmp_path / "kept.jsonl"
     kept.write_text(capsys.readouterr().out)
     row = ran("top", kept).splitlines()[1].split()
-    assert (row[:3], row[4:7]) == (["decode/0", "0", "sink"], ["0", "0", "2"])  # peers: as of the last sample that it heard
+    assert (row[:3], row[4:7]) == (
+        ["decode/0", "0", "sink"],
+        ["0", "0", "2"],
+    )  # peers: as of the last sample that it heard
     assert ran("tail", kept).count(" arrived ") == 2
 
 
