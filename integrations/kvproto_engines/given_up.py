@@ -24,7 +24,7 @@ class GivenUp(Generic[Key]):
         self._said: set[Key] = set()
 
     def add(self, key: Key, name: str, proven: Callable[[], bool]) -> None:
-        """A request was given up; `proven` says whether nobody reads its pages any more."""
+        """Hold a request that was given up; `proven` says whether nobody reads its pages any more."""
         self._requests[key] = name, proven, time.monotonic()
 
     def __iter__(self) -> Iterator[Key]:
@@ -47,6 +47,6 @@ class GivenUp(Generic[Key]):
         return False
 
     def forget(self, key: Key) -> None:
-        """Its pages were given back."""
+        """Drop a request whose pages were given back."""
         del self._requests[key]
         self._said.discard(key)

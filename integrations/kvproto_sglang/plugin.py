@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def _dealt(original: Callable[..., Any], server_args: Any) -> Any:
-    """SGLang knows which of its own back ends may hand over to ranks that deal the tokens; this one plans it, too."""
+    """Pass the check by which SGLang lets back ends of its own alone hand over to ranks that deal the tokens."""
     view = resolving_view(server_args)
     if view.disaggregation_transfer_backend != NAME or view.disaggregation_mode != "decode" or view.dcp_size == 1:
         return original(server_args)
@@ -69,7 +69,7 @@ def _receiver_made(made: Any, queue: Any, request: Any, *args: Any, **named: Any
 
 
 def _released(original: Callable[..., Any], request: Any, tree_cache: Any, *, checkpoint: bool) -> None:
-    """SGLang releases the row of a request that it gives up at once; its pages may still be read."""
+    """Keep the row of a request that was given up, whose pages may still be read, from a release at once."""
     sender = request.disagg_kv_sender
     if not _ours(sender) or not sender.hold(request, lambda: original(request, tree_cache, checkpoint=False)):
         original(request, tree_cache, checkpoint=checkpoint)

@@ -272,9 +272,7 @@ class Dialer:
                 line.broken = event == zmq.EVENT_DISCONNECTED
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     line.greeting = False
-                elif (
-                    event and not line.broken and value != errno.EAGAIN
-                ):  # EAGAIN means that the server is silent or stopped
+                elif event and not line.broken and value != errno.EAGAIN:  # EAGAIN: the server is silent or stopped
                     line.breaks += _BREAKS if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 1
                     if line.breaks >= _BREAKS:
                         self._unwatch(line)

@@ -196,18 +196,17 @@ def _advice(code: ErrorCode, src: Group, dst: Group, name: str) -> str:
     """Advice about a part that differs, with the conversions that its narrow form can have and who states which."""
     at = [next(i for i, p in enumerate(group.parts) if p.name == name) for group in (src, dst)]
     a, b = src.parts[at[0]], dst.parts[at[1]]
-    rows = [name for name, row in CONVERSIONS.items() if {a.dtype, b.dtype} == {*row[:2]}]
+    rows = [form for form, row in CONVERSIONS.items() if {a.dtype, b.dtype} == {*row[:2]}]
     if code != ErrorCode.DTYPE_MISMATCH or not rows:
         return "make the two sides equal"
     if shared := shared_name(a, b):
         return f"both state {shared}: choose feature CONVERT too, over a transport that converts (check --convert)"
     elements = {lane_bytes(p) * 8 // BITS[p.dtype] for p in (a, b)}
     if len(elements) > 1 or a.encoding or b.encoding:
-        return (
-            f"make the two sides equal: rows of {' and of '.join(map(str, sorted(elements)))} elements do not convert"
-        )
+        sizes = " and of ".join(map(str, sorted(elements)))
+        return f"make the two sides equal: rows of {sizes} elements do not convert"
     group, i = (src, at[0]) if a.dtype == CONVERSIONS[rows[0]][1] else (dst, at[1])
-    there = [name for name in rows if CONVERSIONS[name][2] == (scales_of(group, i) is not None)]
+    there = [form for form in rows if CONVERSIONS[form][2] == (scales_of(group, i) is not None)]
     sides = (f"{side} states {', '.join(names_of(p)) or 'none'}" for side, p in (("the source", a), ("the sink", b)))
     return f"make the two sides equal, or state {', '.join(there)} on both (Cache.converts): {', '.join(sides)}"
 

@@ -57,7 +57,7 @@ class Pair:
     sink: KVPool
 
     def handed_over(self, folder: Path, *layouts: Layout) -> None:
-        """What kvproto makes of the table's pages."""
+        """The pages of a table as kvproto has them."""
         pools = [
             hand_over(lay_out([cache(0, pool.config, layout, PAGE)]), {TARGET: pool}, 0)
             for pool, layout in zip((self.source, self.sink), layouts, strict=True)

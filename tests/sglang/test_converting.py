@@ -1,4 +1,4 @@
-"""What SGLang's pools hold in BF16 and in FP8, handed over with conversion: every byte by torch's own rounding."""
+"""Pools of SGLang in BF16 and in FP8, handed over with conversion: every byte by torch's own rounding."""
 
 from pathlib import Path
 from typing import Any

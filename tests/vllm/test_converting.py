@@ -1,4 +1,4 @@
-"""What vLLM's back ends hold in BF16 and in FP8, handed over with conversion: every byte by torch's own rounding."""
+"""Caches of vLLM's back ends in BF16 and in FP8, handed over with conversion: every byte by torch's own rounding."""
 
 from pathlib import Path
 

@@ -149,7 +149,7 @@ def test_preemption_before_anything_was_computed_costs_nothing() -> None:
 
 
 class _Blocks:
-    """What vLLM calls a block pool, as far as a connector counts references."""
+    """A block pool of vLLM, as far as a connector counts references."""
 
     def __init__(self, count: int = 10) -> None:
         self.blocks = [SimpleNamespace(block_id=n, ref_cnt=0, is_null=not n) for n in range(count)]

@@ -267,28 +267,11 @@ def cache(model: int, config: ModelConfig, layout: Layout, page_size: int, name:
     ranks = [layout.place(model, TensorParallel(rank, size)) for rank in range(size)]
     ranks = [rank.whole for rank in ranks] if windowed else ranks
     shares = [kv_head_range(config, place) for place in ranks][:: ranks[0].dcp]
+    stored: dict[str, Any] = {"page": page_size, "dtype": dtype, "scale_block": block, "model": model}
     if config.kind == "mla":
-        made = Cache.mla(
-            name,
-            layers,
-            latent=config.latent,
-            rope=config.rope_dim,
-            page=page_size,
-            dtype=dtype,
-            scale_block=block,
-            model=model,
-        )
+        made = Cache.mla(name, layers, latent=config.latent, rope=config.rope_dim, **stored)
     else:
-        made = Cache.gqa(
-            name,
-            layers,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            page=page_size,
-            dtype=dtype,
-            scale_block=block,
-            model=model,
-        ).divided(shares)
+        made = Cache.gqa(name, layers, kv_heads=config.kv_heads, head_dim=config.head_dim, **stored).divided(shares)
     if names := layout.kv_converts if form == MODEL else (form,):
         made = made.converts(*names, scales=scales)
     if windowed:
