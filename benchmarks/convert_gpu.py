@@ -3,7 +3,7 @@
 `python benchmarks/convert_gpu.py [--out]` on a machine with a GPU. Shapes, pages and conversions are those of
 convert_host.py, of 32 layers; seconds are the device's, from the upload to the last byte, and ways take turns in each
 round. *Sum* is the source's pass for VERIFY, by the host's clock. Before it is timed, each way is compared byte for byte with
-the host's executor over a short request, and by the checksums of both sides over the whole one. No result is kept yet.
+the host's executor over a short request, and by the checksums of both sides over the whole one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def large(source: Geometry, sink: Geometry, tokens: int) -> tuple[CopyProgram, D
     program, *lengths = program_of(source, sink, tokens)
     memory = [DeviceMemory(-(-length // 4) * 4, 0) for length in lengths]
     dtype = torch.bfloat16 if source.groups[0].parts[0].dtype == DType.BF16 else torch.float32
-    torch.from_dlpack(memory[0]).view(dtype).normal_(std=0.01)  # floats are scales; as codes, their bytes do as well
+    values = torch.from_dlpack(memory[0])
+    values.view(dtype).normal_(std=0.01)
+    if dtype == torch.float32:
+        values.view(torch.int32).bitwise_and_(0x77777777)  # scales, whose bytes as codes are no NaN
     poison(memory[1])
     return program, *memory
 

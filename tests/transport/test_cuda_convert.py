@@ -42,6 +42,16 @@ void run_convert(const Convert *ops, u32 n, u32 chunks, u32 blocks) { EACH_THREA
 void run_sums(const Convert *ops, u32 n, u32 chunks, u32 blocks) { EACH_THREAD(blocks, 1) sum_converted(ops, n, chunks); }
 u32 narrow(float y) { return to_e4m3(y); }
 u32 wide(u32 code, float scale) { return to_bf16(code, scale); }
+u32 wrong_quotients(u32 first, u32 apart)
+{
+    u32 wrong = 0;
+    for (u32 m = first; m < 1 << 23; m += apart)
+        for (u32 k = 0; k < 1 << 7; k++) {
+            const float scale = __uint_as_float(127 << 23 | m), x = __uint_as_float(127 << 23 | k << 16);
+            wrong += quotient(x, scale, 1 / scale) != x / scale;
+        }
+    return wrong;
+}
 """
 WORDS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}
 PAIRS = [*WORLDS, (Engine("bf16", 1, 4), Engine("e4m3_block", 1, 8, blocks=16))]
@@ -74,9 +84,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     few = f"FEW_CLASSES={kernel.FEW_CLASSES}", f"FEW_WORDS={kernel.FEW_WORDS}"
     copying = {word: compiled(f"copy{word}", DRIVER, f"WORD={name}", "DEPTH=3", *few) for word, name in WORDS.items()}
     converting = {}
-    for step, (load, store, scale) in kernel.STEPS.items():
-        types = f"STEP={max(step, 1)}", f"LOAD={load}", f"STORE={store}", f"SCALE={scale}"
-        converting[step] = made = compiled(f"step{step}", CONVERT, "GROUP=1", f"DEPTH={kernel.CONVERT_DEPTH}", *types)
+    for step, (words, load, store, scale) in kernel.STEPS.items():
+        types = f"STEP={max(step, 1)}", f"WORDS={words}", f"LOAD={load}", f"STORE={store}", f"SCALE={scale}"
+        converting[step] = made = compiled(f"step{step}", CONVERT, f"DEPTH={kernel.CONVERT_DEPTH}", *types)
         made.narrow.argtypes, made.wide.argtypes = [ctypes.c_float], [ctypes.c_uint, ctypes.c_float]
     return Kernels(copying, converting)
 
@@ -84,6 +94,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvproto.transport.cuda.kernel.THREADS", 64)
+    monkeypatch.setattr("kvproto.transport.cuda.kernel.CONVERT_THREADS", 64)
     monkeypatch.setattr("kvproto.transport.cuda.kernel.DEPTH", 3)
     monkeypatch.setattr("kvproto.transport.cuda.kernel.GROUP", 1)
 
@@ -127,10 +138,10 @@ def steps(made: kernel.UploadedLaunch) -> set[int]:
 
 @pytest.mark.parametrize(("source", "sink"), PAIRS)
 def test_every_byte_is_that_of_the_host(kernels: Kernels, source: Engine, sink: Engine) -> None:
-    """Blocks of eight elements and more are converted eight at once, shorter ones one by one."""
+    """Blocks of eight elements and more are converted in words, shorter ones one by one."""
     for a, b, program in World.of(source, sink).programs:
         made = run(kernels, job(program, addresses(a), addresses(b)))
-        assert (steps(made), made.bytes) == ({1 if sink.blocks > 4 else 8}, program.bytes)
+        assert (steps(made), made.bytes) == ({1 if sink.blocks > 4 else 32}, program.bytes)
         found = contents(b.pool).copy()
         execute(program, regions(a), regions(b))
         assert np.array_equal(found, contents(b.pool))
@@ -223,14 +234,20 @@ def test_arithmetic_is_that_of_the_host(kernels: Kernels) -> None:
     near = [rng.integers(low, high, 1 << 16, np.uint32) for low, high in ((0, 1 << 32), (0x3A000000, 0x44000000))]
     y = np.concatenate([np.arange(1 << 16, dtype=np.uint32) << 16, *near]).view(np.float32)
     wanted = narrow(torch.from_numpy(y), torch.ones(1)).numpy()
-    assert np.array_equal(np.array([kernels.converting[8].narrow(float(one)) & 0xFF for one in y], np.uint8), wanted)
+    assert np.array_equal(np.array([kernels.converting[32].narrow(float(one)) & 0xFF for one in y], np.uint8), wanted)
     for scale in (1.0, 0.0123, 3e38, 2.0**-126):
         stated = int(np.float32(scale).view(np.uint32))
         wide = convert(Made.WIDE, np.arange(256, dtype=np.uint8), stated, 0).view("<u2")
         assert [kernels.converting[1].wide(code, scale) & 0xFFFF for code in range(256)] == wide.tolist()
 
 
-@pytest.mark.parametrize(("shift", "step"), [(0, 8), (4, 1), (3, 0)])
+@pytest.mark.parametrize(("first", "apart"), [(0, 331), ((1 << 23) - 2048, 1)])
+def test_one_step_divides_exactly(kernels: Kernels, first: int, apart: int) -> None:
+    """Every mantissa of BF16 by mantissas of a scale: by all of these, which takes a minute without FMA, none was wrong."""
+    assert kernels.converting[32].wrong_quotients(first, apart) == 0
+
+
+@pytest.mark.parametrize(("shift", "step"), [(0, 32), (8, 32), (4, 1), (3, 0)])
 @pytest.mark.parametrize("moved", ["source", "sink"])
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_rows_that_do_not_align_are_converted_one_by_one(
@@ -245,8 +262,9 @@ def test_rows_that_do_not_align_are_converted_one_by_one(
             place[:] = contents(rank.pool)
             sides.append((room, place))
         made = run(kernels, job(program, *({0: place.ctypes.data} for _, place in sides)))
-        bytes_alone = WORLDS[world][moved == "sink"].form == "e4m3_tensor"  # of which any place is aligned
-        assert steps(made) == {max(step, int(bytes_alone))}
+        form = WORLDS[world][moved == "sink"].form
+        least = {"bf16": 1 if shift == 8 else step, "e4m3_tensor": max(step, 1), "e4m3_block": step}[form]
+        assert steps(made) == {least}, "BF16 is read and written in words of 16 bytes, FP8 of 8; a byte lies anywhere"
         execute(program, regions(a), regions(b))
         assert np.array_equal(sides[1][1], contents(b.pool))
         assert (sides[1][0] == 0xEE).sum() >= 16

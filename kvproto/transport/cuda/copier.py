@@ -165,10 +165,10 @@ def _copying(arch: str, word: int) -> tuple[Kernel, ...]:
 @lru_cache
 def _converting(arch: str, step: int) -> tuple[Kernel, ...]:
     """The kernels of conversions that have so many elements at once, compiled once in a process."""
-    load, store, scale = kernel.STEPS[step]
-    macros = {"THREADS": kernel.THREADS, "GROUP": kernel.GROUP, "DEPTH": kernel.CONVERT_DEPTH}
-    types = {"STEP": max(step, 1), "LOAD": load, "STORE": store, "SCALE": scale}
-    return _compiled(arch, "convert.cu", _CONVERTING, macros | types)
+    words, load, store, scale = kernel.STEPS[step]
+    launch = {"THREADS": kernel.CONVERT_THREADS, "RESIDENT": kernel.CONVERT_RESIDENT, "DEPTH": kernel.CONVERT_DEPTH}
+    macros = launch | {"STEP": max(step, 1), "WORDS": words, "LOAD": load, "STORE": store, "SCALE": scale}
+    return _compiled(arch, "convert.cu", _CONVERTING, macros)
 
 
 class _Kernels:
@@ -238,8 +238,9 @@ class _Kernels:
             else:
                 compiled = _copying(self._arch, word)[_NAMES.index(name)]
             function = self._functions[word, name] = int(compiled.handle)
+        threads = kernel.CONVERT_THREADS if name in _CONVERTING else kernel.THREADS
         where = 0, int(stream.handle), ctypes.addressof(places), None  # no shared memory, no further options
-        run("cuLaunchKernel", function, *grid, 1, kernel.THREADS, 1, 1, *where)
+        run("cuLaunchKernel", function, *grid, 1, threads, 1, 1, *where)
 
 
 def _check(jobs: Sequence[CopyJob]) -> None:
@@ -392,7 +393,7 @@ class Copier:
             grid = min(chunks, self.blocks), 1
             self._kernels.run(self.stream, word, "copy", grid, buffers.image.address + offset, classes, chunks)
         for step, offset, ops, chunks in group.conversions:
-            grid = min(chunks, self.blocks), 1
+            grid = min(chunks, kernel.CONVERT_RESIDENT * self.blocks), 1
             self._kernels.run(self.stream, step, "convert", grid, buffers.image.address + offset, ops, chunks)
 
     def _expand(self, buffers: LaunchBuffers, size: int, n_maps: int, most_rows: int, stream: Stream) -> None:
@@ -462,7 +463,7 @@ class Copier:
             for word, offset, count in table.launches:
                 self._kernels.run(self._aside, word, "checksum", (self.blocks, count), at + offset)
             for step, offset, ops, chunks in conversions:
-                grid = min(chunks, self.blocks), 1
+                grid = min(chunks, kernel.CONVERT_RESIDENT * self.blocks), 1
                 self._kernels.run(self._aside, step, "sum_converted", grid, at + offset, ops, chunks)
             run("cuMemcpyDtoHAsync_v2", host + totals.start, at + totals.start, size - totals.start, stream)
             over = Mark(stream)

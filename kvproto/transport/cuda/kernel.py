@@ -585,19 +585,23 @@ def sum_table(program: CopyProgram, addresses: Mapping[int, int], sink: bool) ->
 # conversions
 
 GROUP = 16
-"""Threads that share a block of a lane."""
-CONVERT_DEPTH = 2
-"""Blocks that a thread has in flight: as many as its registers hold."""
+"""Most threads that share a block of a lane: a power of two, at most a warp."""
+CONVERT_THREADS, CONVERT_DEPTH = 256, 1
+"""Threads of a block of a launch, and blocks of a lane that a thread has in flight."""
+CONVERT_RESIDENT = 4
+"""Blocks of a launch that a multiprocessor has registers for."""
 STEPS = {
-    8: ("uint4", "uint2", "float"),
-    1: ("unsigned short", "unsigned char", "float"),
-    0: ("Two", "unsigned char", "Four"),
+    32: (4, "uint4", "uint2", "float"),
+    1: (1, "unsigned short", "unsigned char", "float"),
+    0: (1, "Two", "unsigned char", "Four"),
 }
-"""Types of what a thread has at once: elements of two bytes, of one byte, and a scale; 0: an element not aligned."""
+"""By elements that a thread has at once: words, types of words of two bytes an element and of one, type of a scale.
+
+0 is one element that is not aligned."""
 CONVERT = np.dtype(
     [(n, "<u8") for side in ("source", "sink", "scale") for n in (side, *(f"{side}_{place}" for place in PLACES))]
     + [(n, "<u8") for n in ("places", "globals", "total", "seed", "lo")]
-    + [(n, "<u4") for n in ("n_rows", "lanes", "blocks", "length", "made", "stated", "first", "unused")]
+    + [(n, "<u4") for n in ("n_rows", "lanes", "blocks", "length", "made", "stated", "first", "shift")]
 )  # fmt: skip
 
 
@@ -661,7 +665,7 @@ class _Conversions:
             if not len(ops):
                 continue
             units = ops["n_rows"].astype(np.int64) * ops["lanes"] * ops["blocks"]
-            ends = np.cumsum(-(-units // (THREADS // GROUP * CONVERT_DEPTH)))
+            ends = np.cumsum(-(-units // ((CONVERT_THREADS >> ops["shift"].astype(np.int64)) * CONVERT_DEPTH)))
             ops["first"][1:] = ends[:-1]
             image[at : at + ops.nbytes].view(CONVERT)[:] = ops
             launches.setdefault(group, []).append((step, at, len(ops), int(ends[-1])))
@@ -698,7 +702,10 @@ def convert_table(program: CopyProgram, sources: Mapping[int, int], sinks: Mappi
         row_bytes[values] += row_bytes[scales]
         kept[scales] = False
     rows, ops = rows[kept], ops[kept]
-    return ConvertTable(rows, ops["layer"].copy(), ops["map"].copy(), _steps(rows, bool(sinks)), row_bytes[kept])
+    steps = _steps(rows, bool(sinks))
+    words = -(-rows["length"].astype(np.int64) // np.maximum(steps, 1))
+    rows["shift"] = np.ceil(np.log2(np.clip(words, 1, GROUP)))
+    return ConvertTable(rows, ops["layer"].copy(), ops["map"].copy(), steps, row_bytes[kept])
 
 
 _SINK = "sink", "sink_item", "sink_row", "sink_lane"
@@ -724,8 +731,8 @@ def _steps(rows: npt.NDArray[np.void], writes: bool) -> npt.NDArray[np.int64]:
         wide, narrow = np.where(widens, 0, wide), np.where(widens, narrow, 0)
     scale, narrow = np.where(scales & writes, narrow, scale), np.where(scales, 0, narrow)
     aligned = (wide % 2 == 0) & (scale % 4 == 0)
-    eight = (wide % 16 == 0) & (narrow % 8 == 0) & (rows["length"] % 8 == 0)
-    return np.where(aligned & eight, 8, aligned.astype(np.int64))
+    words = aligned & (wide % 16 == 0) & (narrow % 8 == 0) & (rows["length"] % 8 == 0)
+    return np.where(words, 32, aligned.astype(np.int64))
 
 
 def _together(rows: npt.NDArray[np.void], side: str) -> npt.NDArray[np.uint64]:
