@@ -175,8 +175,8 @@ class _Line:
     events: Inbox | None
     ipv6: bool = False
     """Whether its host is reached by IPv6 alone."""
-    greeting: bool = True
-    """Whether its first handshake has not succeeded yet."""
+    greeting: bool = attrs.field(default=attrs.Factory(lambda line: line.events is not None, takes_self=True))
+    """Whether its first handshake has not succeeded yet; an ipc address has none."""
     broken: bool = False
     """Whether its connection ended, and has not come back yet."""
     breaks: int = 0

@@ -184,7 +184,8 @@ class EngineRank(Closing):
         For a loop of your own: never call it from two threads at once. Raises LocalError(UNEXPECTED_MESSAGE) without
         Options(thread=False), after `close` and in a forked process.
         """
-        check_type("timeout", timeout, (int, float), "seconds")
+        if not isinstance(timeout, int | float):
+            raise wrong_type("timeout", timeout, "seconds")
         self._driver.step(timeout)
         return self.events()
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvproto.copying.columns import scaling
 from kvproto.copying.grants import begins_inside_item, distinct, items_before, items_needed, rows_of
 from kvproto.copying.program import RankLayout
-from kvproto.errors import LocalError, check_type, check_whole, type_name
+from kvproto.errors import LocalError, check_type, check_whole, type_name, wrong_type
 from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import KINDS, NO_AXES, TOKENS, axis_of, length_of, lengths_of
 from kvproto.wire.enums import ErrorCode
@@ -68,7 +68,8 @@ def _with_items(grants: Mapping[int, Grants]) -> list[tuple[int, list[int]]]:
 
 def check_names(pages: PageTables, groups: Mapping[str, Group]) -> None:
     """Raise LocalError for page tables of other names than these groups have."""
-    check_type("pages", pages, Mapping, "a mapping of group name to page ids", 'such as {"kv": [3, 1, 2]}')
+    if not isinstance(pages, Mapping):
+        raise wrong_type("pages", pages, "a mapping of group name to page ids", 'such as {"kv": [3, 1, 2]}')
     if not pages.keys() <= groups.keys():
         unknown = next(name for name in pages if name not in groups)
         raise _bad("pages", f"groups of {sorted(groups)}", repr(unknown))

@@ -156,7 +156,8 @@ class SinkIntent(Extension):
 
     @staticmethod
     def _side(attempt: SinkAttempt) -> RankLayout:
-        return RankLayout(attempt.described.sink, attempt.described.ranks[1], {})
+        described = attempt.owned.described
+        return RankLayout(described.sink, described.ranks[1], {})
 
     def _next(self, attempt: SinkAttempt, now: float) -> None:
         """Send a Grant, if there are new items and it may be sent now (KVP-SPN-TURN)."""

@@ -211,7 +211,7 @@ class SinkPull(Delivery):
 
     def _check(self, attempt: SinkAttempt, message: m.Offer) -> None:
         """Raise what is wrong with an Offer, which is checked like a Transfer before anything is read."""
-        described, epoch = attempt.described, self._holder.epochs.get(message.epoch)
+        described, epoch = attempt.owned.described, self._holder.epochs.get(message.epoch)
         check_outcome(described, self._session.features, message)
         check_begins(attempt, message.begins)
         if epoch is None or epoch.back is not None:
@@ -235,7 +235,7 @@ class SinkPull(Delivery):
             request=offer.request,
             sequence=attempt.sequence,
             writer=offer.writer,
-            groups=np.array(attempt.described.groups, np.uint32),
+            groups=np.array(attempt.owned.described.groups, np.uint32),
             bytes=count,
             outcome=offer.outcome,
             handoff=offer.handoff,

@@ -92,15 +92,16 @@ class DoneHandler(Extension):
         attempt = transfers.find(message)
         if attempt is not None and attempt.state in (TransferState.ASKED, TransferState.ACCEPTED):
             check_whole(attempt)
-            check_outcome(attempt.described, self._session.features, message)
-            attempt.delivery.begin_at(attempt, check_begins(attempt, message.begins))
-            attempt.delivery.check_end(attempt)
+            check_outcome(attempt.owned.described, self._session.features, message)
+            delivery = attempt.owned.delivery
+            delivery.begin_at(attempt, check_begins(attempt, message.begins))
+            delivery.check_end(attempt)
             transfers.settled(attempt)
             attempt.done = message
             self._session.move(attempt, "Done")
             self._session.move(attempt, "DoneAck")
         elif attempt is not None and attempt.state == TransferState.ABORTING:
-            check_outcome(attempt.described, self._session.features, message)
+            check_outcome(attempt.owned.described, self._session.features, message)
             attempt.proof = Proof.PROVEN
         self._session.reply(m.DoneAck, message)
 

@@ -122,7 +122,7 @@ class SinkAttempt(Attempt):
     """The SinkSession of its source rank."""
     transfer: SinkTransfer = attrs.field(kw_only=True, repr=False)
     owned: Owned = attrs.field(kw_only=True, repr=False)
-    """The epoch of its items."""
+    """The epoch of its items, with its Descriptions and the delivery of its bytes."""
     asked: float = 0.0
     """The time at which its Transfer was first sent."""
     request: int = 0
@@ -164,16 +164,6 @@ class SinkAttempt(Attempt):
     def over(self) -> bool:
         """Whether it can be forgotten, once all transfers before it can be as well."""
         return self.state == TransferState.ENDED and self.settled
-
-    @property
-    def described(self) -> Described:
-        """Its Descriptions and plan."""
-        return self.owned.described
-
-    @property
-    def delivery(self) -> Any:
-        """The delivery by which its bytes reach this side."""
-        return self.owned.delivery
 
     @property
     def reading(self) -> bool:

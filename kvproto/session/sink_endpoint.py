@@ -222,7 +222,7 @@ class SinkEndpoint(Endpoint):
 
     def _ask_late(self, now: float) -> None:
         """Repeat the Abort of unproven transfers, as a source that was stopped or cut off may return (KVP-END-LATE)."""
-        attempts = [a for transfer in self._unproven for a in transfer.unproven if a.delivery.provable]
+        attempts = [a for transfer in self._unproven for a in transfer.unproven if a.owned.delivery.provable]
         for attempt in sorted(attempts, key=lambda a: (a.session.session, a.sequence)):
             attempt.session.abort_late(attempt.sequence)
         self._asking = self.timers.at(now + limits.PING_SILENCE, self._ask_late) if attempts else None
@@ -231,7 +231,9 @@ class SinkEndpoint(Endpoint):
         """Note that no write of a session can arrive any more into the unproven attempts that the proof covers."""
         for transfer in list(self._unproven):
             transfer.unproven = [
-                a for a in transfer.unproven if a.session is not session or not a.delivery.provable or not covers(a)
+                a
+                for a in transfer.unproven
+                if a.session is not session or not (a.owned.delivery.provable and covers(a))
             ]
             if not transfer.unproven:
                 del self._unproven[transfer]
@@ -257,7 +259,7 @@ class SinkEndpoint(Endpoint):
         for rank, session in self._ranks.items() if self._streams else ():
             by = session.streamed_by
             if transfer is not None:
-                by = transfer.parts[rank].delivery.streamed_by if rank in transfer.parts else None
+                by = transfer.parts[rank].owned.delivery.streamed_by if rank in transfer.parts else None
             if by is not None:
                 streamed[rank] = by
         return streamed
@@ -291,7 +293,7 @@ class SinkEndpoint(Endpoint):
             requests.append((transfers, attempt, request))
         for (transfers, attempt, request), rank in zip(requests, transfer.parts, strict=True):
             if attempt.whole:
-                attempt.delivery.begin(attempt, (unpackers or {}).get(rank))
+                attempt.owned.delivery.begin(attempt, (unpackers or {}).get(rank))
             transfers.ask(attempt, request, now)
         self.transfers[transfer] = None
         return transfer
@@ -310,8 +312,8 @@ class SinkEndpoint(Endpoint):
         """
         for rank, attempt in transfer.parts.items() if transfer in self.transfers and transfer.error is None else ():
             if attempt.session.intent is not None and attempt.session.open:
-                begin = partial(attempt.delivery.begin, attempt, (unpackers or {}).get(rank))
-                packed = attempt.delivery.streamed_by is not None
+                begin = partial(attempt.owned.delivery.begin, attempt, (unpackers or {}).get(rank))
+                packed = attempt.owned.delivery.streamed_by is not None
                 attempt.session.intent.grant(attempt, grants, now, begin, packed)
         self._after(now)
 
@@ -418,7 +420,7 @@ class SinkEndpoint(Endpoint):
         names = [session.name for session in self.sessions.values() if self._holds(session, exposed)]
         unproven = [attempt for transfer in self._unproven if transfer.into is exposed for attempt in transfer.unproven]
         under_way = any(transfer.into is exposed for transfer in self.transfers)
-        ours = any(not attempt.delivery.provable for attempt in unproven)
+        ours = any(not attempt.owned.delivery.provable for attempt in unproven)
         return names + ["transfers that are not over"] * (under_way or ours)
 
     def given_back(self, exposed: Exposed) -> bool:
@@ -438,7 +440,7 @@ class SinkEndpoint(Endpoint):
         held = [owned for owned in session.owner.epochs.values() if owned.memory is exposed]
         if not held or any(isinstance(delivery, SinkPush) and delivery.dead for delivery in session.deliveries):
             return False
-        attempts = [a for transfer in self._unproven for a in transfer.unproven if a.delivery.provable]
+        attempts = [a for transfer in self._unproven for a in transfer.unproven if a.owned.delivery.provable]
         unproven = any(attempt.session is session for attempt in attempts)
         return session.open or unproven or any(owned.unprovable for owned in held)
 
@@ -626,7 +628,7 @@ class SinkEndpoint(Endpoint):
     @staticmethod
     def _stopped(transfer: SinkTransfer) -> bool:
         """Whether all bytes of a transfer are here, or it is lost, and this side writes none of them any more."""
-        deliveries = [(attempt, attempt.delivery) for attempt in transfer.parts.values()]
+        deliveries = [(attempt, attempt.owned.delivery) for attempt in transfer.parts.values()]
         try:
             for attempt, delivery in deliveries if transfer.error is None else ():
                 if not delivery.finish(attempt):
@@ -642,7 +644,7 @@ class SinkEndpoint(Endpoint):
             done = {attempt.done.writer: attempt.done for attempt in attempts if attempt.done is not None}
             self.calls.arrived(transfer, tuple([done[writer] for writer in sorted(done)]), now - transfer.started)
             return
-        transfer.unproven = [attempt for attempt in attempts if not attempt.delivery.free(attempt)]
+        transfer.unproven = [attempt for attempt in attempts if not attempt.owned.delivery.free(attempt)]
         if transfer.unproven:
             self._unproven[transfer] = None
             if self._asking is None:
@@ -653,7 +655,7 @@ class SinkEndpoint(Endpoint):
 def is_right(attempt: SinkAttempt, done: m.Done) -> bool:
     """Whether a late Done says what the routes of its pair promise: any other proves nothing (KVP-TRN-WRITER)."""
     try:
-        check_outcome(attempt.described, attempt.session.features, done)
+        check_outcome(attempt.owned.described, attempt.session.features, done)
     except RemoteError:
         return False
     return True

@@ -17,6 +17,7 @@ from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Declined, Unwanted
 from kvproto.planning.kinds import KINDS, NO_AXES, axis_of, length_of
 from kvproto.session import limits
+from kvproto.session.descriptions import Described
 from kvproto.session.endpoint import EndpointCalls
 from kvproto.session.error_fields import mismatch
 from kvproto.session.records import SourceAttempt
@@ -157,7 +158,7 @@ class Tickets:
         state.since = dict(since)
         for attempt in state.take_waiting():
             try:
-                _check_held(state, attempt)
+                _check_held(state, attempt.described, attempt.asked)
                 state.waiting[attempt.session.session] = attempt
             except RemoteError as error:
                 attempt.fail(error, now)
@@ -259,9 +260,9 @@ class Tickets:
 
     def _match(self, state: TicketState, attempt: SourceAttempt, now: float) -> None:
         """Accept a right Transfer, or fail it; one that is wrong only in its tokens has used the ticket."""
-        session, peer = attempt.session, attempt.session.peer
+        session, peer, described, transfer = attempt.session, attempt.session.peer, attempt.described, attempt.asked
         try:
-            _check(state, attempt, (peer.engine, peer.replica))
+            _check(state, transfer, described, (peer.engine, peer.replica), state.users.get(session.session))
         except KvprotoError as error:
             attempt.fail(error, now)
             if state.users.get(session.session) is attempt:  # it came before its prompt, and has used nothing
@@ -277,8 +278,8 @@ class Tickets:
         state.bound = peer.engine, peer.replica
         try:
             if state.tokens is not None:
-                _check_ends(state.tokens, state.axes, attempt)
-            _check_held(state, attempt)
+                _check_ends(state.tokens, state.axes, described, transfer)
+            _check_held(state, described, transfer)
         except KvprotoError as error:
             attempt.fail(error, now)
             return
@@ -337,25 +338,28 @@ def _used(mine: str, transfer: m.Transfer) -> RemoteError:
     return RemoteError(ErrorCode.TICKET_USED, "ticket", mine, yours, "make a new ticket for every request")
 
 
-def _check(state: TicketState, attempt: SourceAttempt, sink: tuple[str, int]) -> None:
-    """Raise the first reason why a Transfer may not use the ticket, in the order of transfers.md (KVP-TRN-CHECKS)."""
-    session, transfer = attempt.session, attempt.asked
+def _check(
+    state: TicketState, transfer: m.Transfer, described: Described, sink: tuple[str, int], user: SourceAttempt | None
+) -> None:
+    """Raise the first reason why a Transfer may not use the ticket, in the order of transfers.md (KVP-TRN-CHECKS).
+
+    `user` is the transfer of the same session that uses it already.
+    """
     if state.error is not None:
         raise state.error.again()
     if state.content is not None and state.content != transfer.content:
-        raise mismatch(state.content, state.tokens, transfer, attempt.described.sink)
+        raise mismatch(state.content, state.tokens, transfer, described.sink)
     if state.bound not in (None, sink):
         yours = f"{sink[0]} replica {sink[1]}"
         raise RemoteError(ErrorCode.TICKET_BOUND, "ticket", "the sink that it is bound to", yours, "make a new ticket")
-    user = state.users.get(session.session)
     if user is not None and user.sequence != transfer.sequence:
         raise _used(f"only sequence {user.sequence}, which uses it", transfer)
 
 
-def _check_ends(tokens: int, axes: Mapping[str, int], attempt: SourceAttempt) -> None:
+def _check_ends(tokens: int, axes: Mapping[str, int], described: Described, transfer: m.Transfer) -> None:
     """Raise BAD_GRANT if a window ends beyond its axis (KVP-GRANT-PROMPT)."""
-    groups = {group.id: group for group in attempt.described.sink.groups}
-    for i, grant in enumerate(attempt.asked.grants):
+    groups = {group.id: group for group in described.sink.groups}
+    for i, grant in enumerate(transfer.grants):
         group, end = groups[grant.group], max(grant.valid, grant.first + grant.count)
         most = length_of(group, tokens, axes)
         if end > most and KINDS[group.kind].has_memory:
@@ -365,10 +369,10 @@ def _check_ends(tokens: int, axes: Mapping[str, int], attempt: SourceAttempt) ->
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", mine, yours, advice)
 
 
-def _check_held(state: TicketState, attempt: SourceAttempt) -> None:
+def _check_held(state: TicketState, described: Described, transfer: m.Transfer) -> None:
     if state.since:
-        groups = {group.id: group for group in attempt.described.sink.groups}
-        check_held(held_from(attempt.described.routes, groups, state.since), attempt.asked.grants)
+        groups = {group.id: group for group in described.sink.groups}
+        check_held(held_from(described.routes, groups, state.since), transfer.grants)
 
 
 def check_held(held: Mapping[int, int], grants: Sequence[m.Grants]) -> None:

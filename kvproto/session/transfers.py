@@ -380,7 +380,7 @@ class SinkTransfers(Extension):
         if attempt.state != TransferState.ABORTING:
             self._session.move(attempt, "Abort")
             self.settled(attempt)
-            attempt.delivery.stop(attempt)
+            attempt.owned.delivery.stop(attempt)
             attempt.abort = self._session.request(
                 m.Abort,
                 now,
