@@ -31,7 +31,6 @@ from tables import prefills, slower
 from torch.nn.attention.bias import causal_lower_right
 
 from kvproto import Fetch, Options, Pool, Prompt, Request
-from kvproto.catalog.models import describe
 from kvproto.events import Event, Sent
 from kvproto.transport.base import Move
 from kvproto.transport.cuda.copier import DeviceCopy
@@ -39,6 +38,7 @@ from kvproto.transport.cuda.driver import call, current, driver, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.transport import CudaTransport
 from kvproto.wire.enums import DType
+from kvproto_catalog.models import describe
 
 CONFIG = {
     "num_hidden_layers": 32,

@@ -18,7 +18,6 @@ from cuda.core import Device
 from gpu import GB, Half, bytes_of, gpu_facts, half
 from harness import arguments, keep
 
-from kvproto.catalog.models import PRESETS, describe
 from kvproto.copying.lowering import Pair
 from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan
@@ -26,6 +25,7 @@ from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import call, current, enable_peer
 from kvproto.transport.cuda.kernel import CopyJob
 from kvproto.transport.cuda.memory import DeviceMemory
+from kvproto_catalog.models import PRESETS, describe
 
 
 class Ceiling:

@@ -22,7 +22,6 @@ from harness import arguments, keep
 from pair import Pair
 
 from kvproto import Options, Pool, Prompt
-from kvproto.catalog.models import PRESETS, describe
 from kvproto.copying.lowering import Pair as RankPair
 from kvproto.net import Dialer, Listener
 from kvproto.planning.geometry import Geometry
@@ -34,6 +33,7 @@ from kvproto.transport.cuda.driver import enable_peer
 from kvproto.transport.cuda.kernel import CopyJob
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.transport import CudaTransport
+from kvproto_catalog.models import PRESETS, describe
 
 TOKENS = (1024, 8192, 32768, 131072)
 

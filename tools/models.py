@@ -26,10 +26,10 @@ from typing import Any
 
 import attrs
 
-from kvproto.catalog.models import describe
 from kvproto.errors import KvprotoError
 from kvproto.planning.cache import BITS
 from kvproto.wire.enums import DType, ItemKind
+from kvproto_catalog.models import describe
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "examples/configs"

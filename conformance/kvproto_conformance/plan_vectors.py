@@ -8,13 +8,13 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvproto.catalog.config import draft_of
-from kvproto.catalog.models import PRESETS, describe
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, facts, gqa, handoff, mla, owns
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Part
+from kvproto_catalog.config import draft_of
+from kvproto_catalog.models import PRESETS, describe
 from kvproto_conformance import conversion_vectors, deals_vectors
 from kvproto_conformance.checking import beyond
 from kvproto_conformance.codec import Refusal

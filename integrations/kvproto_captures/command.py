@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from kvproto.cli import plans
-from kvproto.cli.plans import IGNORE, REFUSED, chosen, compatible, read_configs, read_geometry
+from kvproto.cli.plans import REFUSED, chosen, compatible, read_geometry
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.planning.compare import differences as warnings_of
 from kvproto.planning.compare import unstated
@@ -26,6 +26,7 @@ from kvproto_captures.compare import Difference, compare
 from kvproto_captures.fleet import Fleet
 from kvproto_captures.interpreter import read, resolve
 from kvproto_captures.tables import engines, words
+from kvproto_catalog.command import IGNORE, read_configs
 
 __all__ = ["add"]
 

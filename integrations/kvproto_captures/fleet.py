@@ -11,9 +11,6 @@ from typing import Any
 
 import attrs
 
-from kvproto.catalog.config import MOST_LAYERS
-from kvproto.catalog.engines import ENGINES, pools
-from kvproto.catalog.models import Setup
 from kvproto.errors import LocalError, WireError, check_whole
 from kvproto.planning.cache import BITS, Cache
 from kvproto.planning.geometry import Geometry, Owns, lane_bytes, validate
@@ -22,6 +19,9 @@ from kvproto.wire.enums import DType, ErrorCode
 from kvproto.wire.plain import refuse
 from kvproto_captures.interpreter import Interpretation
 from kvproto_captures.tables import EngineTable, words
+from kvproto_catalog.config import MOST_LAYERS
+from kvproto_catalog.engines import ENGINES, pools
+from kvproto_catalog.models import Setup
 
 __all__ = ["Fleet", "MissingWord"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvproto import __version__
-from kvproto.cli import describe, plans, probe, tiers, top
+from kvproto.cli import plans, probe, tiers, top
 from kvproto.errors import KvprotoError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ErrorCode
@@ -24,7 +24,10 @@ from kvproto.wire.plain import read_file
 
 GROUP = "kvproto.commands"
 """The entry points of other packages: functions that add a command with its `run`, or options to another command."""
-_KNOWN = {"import": "read a capture of another engine's messages"}
+_KNOWN = {
+    "describe": "write the Description of a model and its parallel sizes, as JSON",
+    "import": "read a capture of another engine's messages",
+}
 """Commands of packages that come with kvproto."""
 
 
@@ -60,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         "--bytes", action="store_true", help="print every byte with its meaning, up to the first that is wrong"
     )
     show.set_defaults(run=partial(_decode, parser))
-    for module in (describe, plans, probe, tiers, top):
+    for module in (plans, probe, tiers, top):
         module.add(commands)
     keys = commands.add_parser("keygen", help="make the CURVE keys of an engine")
     folder = "folder for secret.key and public.key; created if missing"

@@ -14,8 +14,6 @@ import attrs
 import numpy as np
 
 from kvproto.calibration import ORIGIN, advise, estimates, load_costs, reference_costs
-from kvproto.catalog.config import Config
-from kvproto.catalog.models import fields_read
 from kvproto.cli.slices import as_json, page, slices, table
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
@@ -123,7 +121,7 @@ def chosen(args: argparse.Namespace) -> list[Feature]:
 
 def read_geometry(path: Path) -> Geometry:
     """Read a Description: a Geometry in JSON form; raises KvprotoError, OSError or ValueError."""
-    data = _json(path)
+    data = read_json(read_file(path), str(path), finite=False)  # a config.json, which is refused below, may have one
     try:
         _check_printable(data, "geometry")
         if isinstance(data, dict) and data.keys() & {"model_type", "num_hidden_layers", "text_config"}:
@@ -135,49 +133,12 @@ def read_geometry(path: Path) -> Geometry:
     return geometry
 
 
-def _json(path: Path) -> Any:
-    """The content of a JSON file; Infinity is allowed, as the config.json of Mamba models has one."""
-    return read_json(read_file(path), str(path), finite=False)
-
-
 def _check_printable(value: Any, path: str) -> None:
     """Raise BAD_TEXT for text with control characters, which would reach the terminal."""
     if isinstance(value, str) and not value.isprintable():
         raise refuse(ErrorCode.BAD_TEXT, path, "printable text", value)
     for key, held in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
         _check_printable(held, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}")
-
-
-IGNORE: dict[str, Any] = {
-    "action": "append", "default": [], "metavar": "FIELD", "help": "a field of a config.json on which no cache depends; may be repeated",
-}  # fmt: skip
-"""The arguments of `add_argument` for `--ignore`, which errors about a field advise wherever a config.json is read."""
-
-
-def read_configs(paths: Iterable[Path], ignored: Collection[str]) -> list[Config]:
-    """Models' config.json files without these fields, inside and outside their language models' parts.
-
-    Raises LocalError for a field that no file has, or that is read for caches; OSError or ValueError.
-    """
-    files = []
-    for path in paths:
-        files.append(data := _json(path))
-        if not isinstance(data, dict):
-            raise ValueError(f"{path}: not a config.json, which is an object")
-    there = {name for data in files for part in (data, data.get("text_config")) for name in part or ()}
-    configs = [_without(data, ignored) for data in files]
-    if unknown := {*ignored} - there:
-        raise bad("ignore", "a field of the config.json", min(unknown))
-    for config in configs if ignored else ():
-        if read := {*ignored} & fields_read(config) - {"model_type"}:
-            raise bad("ignore", "a field on which no cache depends: state other caches by kvproto.Cache", min(read))
-    return configs
-
-
-def _without(config: Config, ignored: Collection[str]) -> Config:
-    kept = {name: value for name, value in config.items() if name not in ignored}
-    inner = kept.get("text_config")
-    return {**kept, "text_config": _without(inner, ignored)} if isinstance(inner, dict) else kept
 
 
 def _refused(error: KvprotoError, as_json: bool) -> int:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.catalog.models import PRESETS, describe
 from kvproto.cli.plans import ANSWER, SHARE, Spread, advise_spread, spread
 from kvproto.copying.program import Runs
 from kvproto.planning.layout import Parallel
 from kvproto.transport.bench import Constants, CostedWay
 from kvproto.wire import to_json
+from kvproto_catalog.models import PRESETS, describe
 from tests.commands import Ran
 
 LINK = [CostedWay("link", "link", "copy", Constants(link=1e6, run=1e-3, start=0.5))]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvproto.catalog.config import text
-from kvproto.catalog.models import specs
 from kvproto.wire import from_json
 from kvproto.wire.messages import Columns
+from kvproto_catalog.config import text
+from kvproto_catalog.models import specs
 from tests.commands import Ran
 from tools.layout_vectors import APART, CASES, CONFIGS, case
 from tools.specgen.registry import ROOT, SPEC

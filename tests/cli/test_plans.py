@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvproto import Cache, DType, lay_out
-from kvproto.catalog.models import PRESETS, describe
 from kvproto.cli.main import main
 from kvproto.planning.geometry import validate
 from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan
 from kvproto.wire import to_json
+from kvproto_catalog.models import PRESETS, describe
 from tests.commands import Ran
 from tools.specgen.registry import ROOT
 

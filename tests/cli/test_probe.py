@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvproto.calibration import Host, Probe, load, save
-from kvproto.catalog.models import PRESETS, describe
 from kvproto.cli.main import main
 from kvproto.planning.layout import Parallel
 from kvproto.transport.bench import Constants, Measured, Sample
 from kvproto.wire import to_json
+from kvproto_catalog.models import PRESETS, describe
 from tests.commands import Ran
 
 

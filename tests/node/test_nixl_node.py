@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvproto.catalog.models import PRESETS, describe
 from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.errors import RemoteError
 from kvproto.events import Over, Refused
@@ -30,6 +29,7 @@ from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire import decode
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Chunk, Ticket
+from kvproto_catalog.models import PRESETS, describe
 from tests.node import nodes
 from tests.node.any_two import AnyTwo, small_world
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Pair, ask, check, hand_over, pairs

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from kvproto.catalog.config import Config
-from kvproto.catalog.engines import pools
-from kvproto.catalog.models import Setup
 from kvproto.errors import PlanError
 from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan
+from kvproto_catalog.config import Config
+from kvproto_catalog.engines import pools
+from kvproto_catalog.models import Setup
 
 from .test_engines import HEADS, MLA, TOKENS, move
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from kvproto.catalog.config import draft_of
-from kvproto.catalog.engines import pools
-from kvproto.catalog.models import Setup, describe, specs
 from kvproto.errors import LocalError
+from kvproto_catalog.config import draft_of
+from kvproto_catalog.engines import pools
+from kvproto_catalog.models import Setup, describe, specs
 from tests.errors import raises
 
 HEADS: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}

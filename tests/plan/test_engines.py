@@ -9,11 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvproto.catalog.config import Config
-from kvproto.catalog.engines import ENGINES, Pools, pools
-from kvproto.catalog.models import Setup
-from kvproto.catalog.tensors import RankMemory, rank_memory
-from kvproto.catalog.vllm import BACKENDS, LAYOUTS
 from kvproto.copying.columns import check_columns
 from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
@@ -25,6 +20,11 @@ from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType
 from kvproto.wire.messages import Columns, Region
+from kvproto_catalog.config import Config
+from kvproto_catalog.engines import ENGINES, Pools, pools
+from kvproto_catalog.models import Setup
+from kvproto_catalog.tensors import RankMemory, rank_memory
+from kvproto_catalog.vllm import BACKENDS, LAYOUTS
 from tests.errors import raises
 from tests.plan import oracle
 

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproto.catalog.config import draft_of
-from kvproto.catalog.models import PRESETS, describe, specs
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.program import RankLayout, Window
@@ -19,6 +17,8 @@ from kvproto.planning.layout import Block, Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
+from kvproto_catalog.config import draft_of
+from kvproto_catalog.models import PRESETS, describe, specs
 from tests.errors import raises
 from tests.pools import lower
 

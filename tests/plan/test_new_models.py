@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from kvproto import DType, Parallel
-from kvproto.catalog.engines import Setup, pools
-from kvproto.catalog.models import describe, draft_of
 from kvproto.errors import LocalError, PlanError
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.plan import differences, plan
 from kvproto.wire.enums import ErrorCode, ItemKind
+from kvproto_catalog.engines import Setup, pools
+from kvproto_catalog.models import describe, draft_of
 from tests.errors import raises
 
 V4: dict[str, Any] = {

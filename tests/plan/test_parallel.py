@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproto.catalog.models import PRESETS, describe
 from kvproto.errors import LocalError
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType, ErrorCode
+from kvproto_catalog.models import PRESETS, describe
 from tests.errors import raises
 
 TARGET = Cache.gqa("target", 8, kv_heads=8, head_dim=4, page=4)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvproto import DType
-from kvproto.catalog.models import describe
 from kvproto.planning.geometry import Geometry
+from kvproto_catalog.models import describe
 from tools.specgen.registry import ROOT
 
 FILES = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "examples/configs").glob("*.json"))}

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from kvproto import LocalError, Pool, Prompt, Sink, Source, lay_out, new_ticket
-from kvproto.catalog.models import describe
 from kvproto.wire.enums import ItemKind
+from kvproto_catalog.models import describe
 from kvproto_engines.loading import Loading
 from kvproto_engines.orders import Load, Orders, Table
 from tests.vllm.backends import indexer_k_quant_and_cache

@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from kvproto.catalog.engines import Pools, pools
-from kvproto.catalog.models import Setup
-from kvproto.catalog.vllm import BACKENDS
 from kvproto.errors import KvprotoError
 from kvproto.planning.layout import Parallel
 from kvproto.wire.messages import Columns
+from kvproto_catalog.engines import Pools, pools
+from kvproto_catalog.models import Setup
+from kvproto_catalog.vllm import BACKENDS
 from kvproto_reference import smollm2
 from tools.engines import cases, frames, own
 from tools.specgen.registry import ROOT

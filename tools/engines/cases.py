@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvproto.catalog.config import layer_kinds, number, text
-from kvproto.catalog.engines import pools
-from kvproto.catalog.models import Setup
 from kvproto.planning.layout import Parallel
+from kvproto_catalog.config import layer_kinds, number, text
+from kvproto_catalog.engines import pools
+from kvproto_catalog.models import Setup
 from tools.specgen.registry import ROOT
 
 CONFIGS = ROOT / "examples/configs"

@@ -10,7 +10,14 @@ from typing import Any
 
 import attrs
 
-from kvproto.catalog.config import (
+from kvproto.errors import bad, check_type, check_whole
+from kvproto.planning.cache import BITS, BLOCK_SCALED, Block, Cache, bytes_of
+from kvproto.planning.geometry import Geometry, Part
+from kvproto.planning.kinds import KINDS
+from kvproto.planning.layout import Parallel, lay_out
+from kvproto.wire.enums import DType, FactRule
+from kvproto.wire.messages import Fact
+from kvproto_catalog.config import (
     STATE_SIZE,
     Config,
     Read,
@@ -23,14 +30,7 @@ from kvproto.catalog.config import (
     own_sizes,
     text,
 )
-from kvproto.catalog.tensors import Slab
-from kvproto.errors import bad, check_type, check_whole
-from kvproto.planning.cache import BITS, BLOCK_SCALED, Block, Cache, bytes_of
-from kvproto.planning.geometry import Geometry, Part
-from kvproto.planning.kinds import KINDS
-from kvproto.planning.layout import Parallel, lay_out
-from kvproto.wire.enums import DType, FactRule
-from kvproto.wire.messages import Fact
+from kvproto_catalog.tensors import Slab
 
 
 def describe(

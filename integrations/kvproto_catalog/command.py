@@ -2,18 +2,12 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from kvproto.catalog.config import Config, draft_of, text
-from kvproto.catalog.engines import ENGINES, pools
-from kvproto.catalog.models import PRESETS, Setup, describe
-from kvproto.catalog.tensors import Array, RankMemory
-from kvproto.catalog.vllm import BACKENDS
-from kvproto.cli.plans import IGNORE, read_configs
 from kvproto.cli.slices import aligned
 from kvproto.errors import bad
 from kvproto.planning.cache import BLOCK_SCALED
@@ -23,6 +17,12 @@ from kvproto.planning.layout import DEALS, Parallel
 from kvproto.planning.parts import CONVERSIONS
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind, word
+from kvproto.wire.plain import read_file, read_json
+from kvproto_catalog.config import Config, draft_of, text
+from kvproto_catalog.engines import ENGINES, pools
+from kvproto_catalog.models import PRESETS, Setup, describe, fields_read
+from kvproto_catalog.tensors import Array, RankMemory
+from kvproto_catalog.vllm import BACKENDS
 
 _KV_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32, DType.F8E4M3)] + list(BLOCK_SCALED)
 _STATE_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32)]
@@ -57,6 +57,38 @@ _OWN: dict[str, Callable[[str, str], Any]] = {
     "copies": _copies,
 }
 """The sizes that can be set for a single cache, and how their text is read."""
+
+
+IGNORE: dict[str, Any] = {
+    "action": "append", "default": [], "metavar": "FIELD", "help": "a field of a config.json on which no cache depends; may be repeated",
+}  # fmt: skip
+"""The arguments of `add_argument` for `--ignore`, which errors about a field advise wherever a config.json is read."""
+
+
+def read_configs(paths: Iterable[Path], ignored: Collection[str]) -> list[Config]:
+    """Models' config.json files without these fields, inside and outside their language models' parts.
+
+    Raises LocalError for a field that no file has, or that is read for caches; OSError or ValueError.
+    """
+    files = []
+    for path in paths:
+        files.append(data := read_json(read_file(path), str(path), finite=False))  # Mamba models state an Infinity
+        if not isinstance(data, dict):
+            raise ValueError(f"{path}: not a config.json, which is an object")
+    there = {name for data in files for part in (data, data.get("text_config")) for name in part or ()}
+    configs = [_without(data, ignored) for data in files]
+    if unknown := {*ignored} - there:
+        raise bad("ignore", "a field of the config.json", min(unknown))
+    for config in configs if ignored else ():
+        if read := {*ignored} & fields_read(config) - {"model_type"}:
+            raise bad("ignore", "a field on which no cache depends: state other caches by kvproto.Cache", min(read))
+    return configs
+
+
+def _without(config: Config, ignored: Collection[str]) -> Config:
+    kept = {name: value for name, value in config.items() if name not in ignored}
+    inner = kept.get("text_config")
+    return {**kept, "text_config": _without(inner, ignored)} if isinstance(inner, dict) else kept
 
 
 def _options() -> dict[str, dict[str, Any]]:

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvproto.catalog.types import OWN_DEFAULTS, TYPES
 from kvproto.errors import U32, bad
+from kvproto_catalog.types import OWN_DEFAULTS, TYPES
 
 Config = Mapping[str, Any]
 STATE_SIZE = ("ssm_state_size", "mamba_d_state", "state_size")

@@ -8,8 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 
-from kvproto.catalog import vllm
-from kvproto.catalog.config import (
+from kvproto.errors import bad, check_type
+from kvproto.planning.cache import Cache
+from kvproto.planning.geometry import Geometry
+from kvproto.planning.layout import lay_out
+from kvproto.wire.enums import DType
+from kvproto_catalog import vllm
+from kvproto_catalog.config import (
     Config,
     check_layers,
     compress_ratios,
@@ -19,7 +24,7 @@ from kvproto.catalog.config import (
     own_sizes,
     text,
 )
-from kvproto.catalog.models import (
+from kvproto_catalog.models import (
     Arranged,
     KvDtype,
     Make,
@@ -32,12 +37,7 @@ from kvproto.catalog.models import (
     stored_caches,
     with_windows,
 )
-from kvproto.catalog.tensors import RankMemory, Slab, rank_memory
-from kvproto.errors import bad, check_type
-from kvproto.planning.cache import Cache
-from kvproto.planning.geometry import Geometry
-from kvproto.planning.layout import lay_out
-from kvproto.wire.enums import DType
+from kvproto_catalog.tensors import RankMemory, Slab, rank_memory
 
 __all__ = ["ENGINES", "EngineProfile", "Pools", "Setup", "pools"]
 

@@ -10,13 +10,13 @@ from math import lcm
 
 import attrs
 
-from kvproto.catalog.config import Config
-from kvproto.catalog.models import Arranged, Make, Setup, cache_kind
-from kvproto.catalog.tensors import Slab
 from kvproto.errors import bad
 from kvproto.planning.cache import Cache
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import KINDS
+from kvproto_catalog.config import Config
+from kvproto_catalog.models import Arranged, Make, Setup, cache_kind
+from kvproto_catalog.tensors import Slab
 
 
 @attrs.frozen
