@@ -48,9 +48,9 @@ class SinkSession(Session):
         """`proving`: transports with which the writer's death is proof; `replica` and `rank` are who must answer."""
         super().__init__(host, conn)
         self.endpoints: dict[int, str] = {}
+        """The addresses of the ranks of the source's replica, by rank."""
         self.transport: int | None = None
         """The transport that the source chose last; None before that."""
-        """The addresses of the ranks of the source's replica, by rank."""
         self.owner = Owner(self, Access.WRITE)
         self.transfers = SinkTransfers(self)
         self.intent: SinkIntent | None = None

@@ -16,8 +16,7 @@ import numpy as np
 from msgpack import ExtType, packb, unpackb
 
 from kvproto.wire import enums, tables
-from kvproto.wire.fields import DTYPES, Fault, count_values, ends, ext, handler, integers
-from kvproto.wire.rules import check
+from kvproto.wire.fields import DTYPES, Fault, check, count_values, ends, ext, handler, integers
 from kvproto.wire.tables import CLASSES
 from kvproto.wire.writer import MAKERS
 

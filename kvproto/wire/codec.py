@@ -11,7 +11,7 @@ each row into one closure a direction, once, at import. Reading takes three step
 
 So a good message costs what C msgpack and a check of each field cost, a large one is not copied, and a bad one is read
 twice. Writing takes one step: `writer` checks each field by the tables and packs the map. Both readers and the writer
-check the rules of a map (`rules`) when its fields are complete. `decode` raises nothing but WireError.
+check the rules of a map (`fields.check`) when its fields are complete. `decode` raises nothing but WireError.
 """
 
 import struct

@@ -10,9 +10,8 @@ import numpy as np
 
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.fields import DTYPES, Fault, ends, handler
+from kvproto.wire.fields import DTYPES, Fault, check, ends, handler
 from kvproto.wire.plain import refuse
-from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
 
 _UINT = {0xCC: (1, 0x80), 0xCD: (2, 0x100), 0xCE: (4, 0x10000), 0xCF: (8, 0x100000000)}

@@ -10,9 +10,8 @@ from msgpack import ExtType, packb
 from kvproto.errors import LocalError
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.fields import DTYPES, Fault, count_values, ends, ext, handler, integers
+from kvproto.wire.fields import DTYPES, Fault, check, count_values, ends, ext, handler, integers
 from kvproto.wire.plain import refuse
-from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
 
 Write = Callable[[Any], Any]
