@@ -24,6 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from kvproto.closing import Closing
 from kvproto.errors import bad
 from kvproto.observability.records import shown
 from kvproto.rank.base import EngineRank
@@ -39,7 +40,7 @@ _DRAIN = 25.0
 """Seconds that a client waits for the end of what is under way, unless it says otherwise: Kubernetes grants 30."""
 
 
-class Probes:
+class Probes(Closing):
     """An HTTP server for the probes of Sources and Sinks of one process, in threads of its own, until `close`."""
 
     def __init__(self, address: str, *ranks: EngineRank) -> None:
@@ -52,12 +53,6 @@ class Probes:
         self.address = f"{host}:{self._server.server_port}"
         """The address, with the port that the system chose if it was 0."""
         threading.Thread(target=self._server.serve_forever, name="kvproto probes", daemon=True).start()
-
-    def __enter__(self) -> Probes:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Answer no more."""

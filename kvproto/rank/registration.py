@@ -10,7 +10,7 @@ from kvproto.errors import KvprotoError, RemoteError
 from kvproto.options import Options
 from kvproto.session import Registration
 from kvproto.session.descriptions import Described
-from kvproto.transport.base import Connection, Mapped, Memory, Move, StreamDelivery, Transport
+from kvproto.transport.base import Connection, Mapped, Memory, Move, PeerRegions, StreamDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region, Register
@@ -110,7 +110,7 @@ def map_peer(
                 mine, yours = "a transport that converts", transport.capabilities.code.name
                 advice = "offer SHM, INLINE, CUDA or NIXL of hosts too, or keep the cache in one dtype on both sides"
                 raise RemoteError(ErrorCode.NO_TRANSPORT, "regions[0].handles", mine, yours, advice)
-            connection = transport.connect(message.regions, named, writes, features, attestation)
+            connection = transport.connect(PeerRegions(message.regions, named, writes, features, attestation))
             mapping = PeerMapping(message, described, transport, pair, connection)
             if own is not None:
                 mapping.prepare(own, writes)

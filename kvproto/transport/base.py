@@ -220,6 +220,21 @@ class Connection:
             release()
 
 
+@attrs.frozen
+class PeerRegions:
+    """Regions that a peer has registered, and what a session agrees on about reaching them."""
+
+    regions: Sequence[Region]
+    used: Collection[int]
+    """The ids of regions with columns."""
+    writes: bool
+    """Whether to write them; otherwise to read them."""
+    features: Collection[int]
+    attestation: bytes
+    """If a peer could name memory of another process, the one that a handle names has to have written it, as
+    `kvproto.transport.process.attested` says (KVP-REG-ATTEST)."""
+
+
 class Transport(Protocol):
     """Runs copy programs between own memory and mapped memory of peers, on one thread; the defaults do nothing."""
 
@@ -232,19 +247,8 @@ class Transport(Protocol):
         typical request. Raises NO_TRANSPORT for memory that this transport cannot share.
         """
 
-    def connect(
-        self,
-        regions: Sequence[Region],
-        used: Collection[int],
-        writes: bool,
-        features: Collection[int],
-        attestation: bytes,
-    ) -> Connection:
-        """Reach the regions `used`, to write or read them; raises NO_TRANSPORT or TRANSPORT_FAILED, mapping none.
-
-        Where a peer could name memory of another process, the one that a handle names has to have written this
-        attestation (`kvproto.transport.process.attested`, KVP-REG-ATTEST).
-        """
+    def connect(self, peer: PeerRegions) -> Connection:
+        """Reach the regions that are used; raises NO_TRANSPORT or TRANSPORT_FAILED, and then maps none."""
 
     def prepare(self, move: Move) -> None:
         """Warm up tables and kernels of a rank pair, so that its first hand-over does not wait for them."""

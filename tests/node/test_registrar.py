@@ -1,6 +1,6 @@
 """Which transport reaches a peer's memory, and what is said where none does."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -10,7 +10,7 @@ from kvproto.errors import KvprotoError, RemoteError
 from kvproto.options import Options
 from kvproto.rank.registration import features_of, map_peer, register
 from kvproto.session.descriptions import Described
-from kvproto.transport.base import Capabilities, Connection, Exposure, Move, Transport
+from kvproto.transport.base import Capabilities, Connection, Exposure, Move, PeerRegions, Transport
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Feature, MemoryKind
 from kvproto.wire.enums import Transport as Code
@@ -43,14 +43,7 @@ class Named(ShmTransport):
     def _renamed(self, handle: Handle) -> Handle:
         return attrs.evolve(handle, transport=self.capabilities.code)
 
-    def connect(
-        self,
-        regions: Sequence[Region],
-        used: Collection[int],
-        writes: bool,
-        features: Collection[int],
-        attestation: bytes,
-    ) -> Connection:
+    def connect(self, peer: PeerRegions) -> Connection:
         if self._fails == "connect":
             raise RemoteError(ErrorCode.TRANSPORT_FAILED, "regions[0]", "no way", self.capabilities.code.name)
         code = self.capabilities.code
@@ -61,9 +54,9 @@ class Named(ShmTransport):
                     attrs.evolve(h, transport=Code.SHM) for h in r.handles if h.transport == code
                 ),
             )
-            for r in regions
+            for r in peer.regions
         ]  # fmt: skip
-        self.connected.append(super().connect(shm, used, writes, features, attestation))
+        self.connected.append(super().connect(attrs.evolve(peer, regions=shm)))
         return self.connected[-1]
 
     def prepare(self, move: Move) -> None:

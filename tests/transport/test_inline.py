@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvproto.errors import LocalError, RemoteError
-from kvproto.transport.base import Capabilities
+from kvproto.transport.base import Capabilities, PeerRegions
 from kvproto.transport.bench import scattered
 from kvproto.transport.inline.provider import PROVIDER
 from kvproto.transport.inline.transport import FRAME, InlineLink, InlineStream, InlineTransport
@@ -82,7 +82,7 @@ def test_rows_that_are_not_there_wait() -> None:
 def test_inline_is_refused_without_its_feature_and_to_read(writes: bool, features: tuple[Feature, ...]) -> None:
     """KVP-REG-INLINE."""
     with raises(RemoteError, code=ErrorCode.NO_TRANSPORT, path="regions[0].handles"):
-        InlineTransport().connect([], [], writes, features, b"")
+        InlineTransport().connect(PeerRegions([], [], writes, features, b""))
 
 
 def test_memory_that_is_not_the_hosts_is_refused() -> None:

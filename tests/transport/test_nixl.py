@@ -29,6 +29,7 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
 from kvproto.rank.pool import columns_without_gaps
+from kvproto.transport.base import PeerRegions
 from kvproto.transport.nixl import direct
 from kvproto.transport.nixl.agent import Agent, Peer
 from kvproto.transport.nixl.handle import ByteRange
@@ -581,10 +582,8 @@ def test_pages_behind_slots_need_the_feature_and_the_slots() -> None:
         pages = [attrs.evolve(m.region, id=id, handles=exposed.handles[id]) for id, m in memory.items()]
         for regions, staged in ((pages, True), ([*pages, *exposed.regions], False)):
             with raises(RemoteError, code=ErrorCode.NO_TRANSPORT, path="regions[0].handles"):
-                source.connect(regions, memory, writes=True, features=(Feature.STAGED,) * staged, attestation=b"")
-        connection = source.connect(
-            [*pages, *exposed.regions], memory, writes=True, features=(Feature.STAGED,), attestation=b""
-        )
+                source.connect(PeerRegions(regions, memory, True, (Feature.STAGED,) * staged, b""))
+        connection = source.connect(PeerRegions([*pages, *exposed.regions], memory, True, (Feature.STAGED,), b""))
         assert connection.link is not None
         assert connection.link.slot_bytes == 512
         connection.close()
@@ -597,8 +596,8 @@ def test_every_region_of_a_pool_is_registered_and_none_can_be_read() -> None:
         exposed = sink.expose(memory, 4, NOTHING, NOTHING.runs)
         assert (exposed.regions, exposed.packed) == ((), None)
         regions = [attrs.evolve(m.region, id=id, handles=exposed.handles[id]) for id, m in memory.items()]
-        connection = source.connect(regions, memory, writes=True, features=(), attestation=b"")
+        connection = source.connect(PeerRegions(regions, memory, True, (), b""))
         assert connection.mapped.keys() == memory.keys()
         connection.close()
         with raises(RemoteError, code=ErrorCode.NO_TRANSPORT):
-            source.connect(regions, memory, writes=False, features=(), attestation=b"")
+            source.connect(PeerRegions(regions, memory, False, (), b""))

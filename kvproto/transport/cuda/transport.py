@@ -1,6 +1,6 @@
 """Transport `cuda`: the copy kernel of one GPU, over memory that GPUs of one host map."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvproto.copying.program import CopyProgram, Runs
@@ -13,7 +13,6 @@ from kvproto.transport.cuda.memory import DeviceMemory, MappedDeviceMemory
 from kvproto.transport.cuda.memory import connect as connect_device
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.enums import Transport as TransportCode
-from kvproto.wire.messages import Region
 
 
 class CudaTransport(base.Transport):
@@ -52,17 +51,10 @@ class CudaTransport(base.Transport):
         _addresses(memory)
         return base.Exposure({id: region.region.handles for id, region in memory.items()})
 
-    def connect(
-        self,
-        regions: Sequence[Region],
-        used: Collection[int],
-        writes: bool,
-        features: Collection[int],
-        attestation: bytes,
-    ) -> base.Connection:
+    def connect(self, peer: base.PeerRegions) -> base.Connection:
         """Map each region; raises what `kvproto.transport.cuda.memory.connect` raises."""
-        device = self.copier.device
-        return base.connect_each(regions, used, lambda region, path: connect_device(region, path, device, attestation))
+        connect = partial(connect_device, device=self.copier.device, attestation=peer.attestation)
+        return base.connect_each(peer.regions, peer.used, connect)
 
     def prepare(self, move: base.Move) -> None:
         """Upload the table of operations, and load the kernels that it needs."""

@@ -1,6 +1,6 @@
 """Transport `inline`: bytes in Data of the session, between any two hosts, on host memory only; it maps nothing."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -167,17 +167,10 @@ class InlineTransport(base.Transport):
         handle = Handle(transport=TransportCode.INLINE, data=b"")
         return base.Exposure(dict.fromkeys(memory, (handle,)), packed=delivery)
 
-    def connect(
-        self,
-        regions: Sequence[Region],
-        used: Collection[int],
-        writes: bool,
-        features: Collection[int],
-        attestation: bytes,
-    ) -> base.Connection:
+    def connect(self, peer: base.PeerRegions) -> base.Connection:
         """Map nothing; raises NO_TRANSPORT without feature INLINE, or to read (KVP-REG-INLINE)."""
-        if not writes or Feature.INLINE not in features:
-            mine = "INLINE in this session" if writes else "a transport that reads"
+        if not peer.writes or Feature.INLINE not in peer.features:
+            mine = "INLINE in this session" if peer.writes else "a transport that reads"
             raise RemoteError(ErrorCode.NO_TRANSPORT, "regions[0].handles", mine, "INLINE", "use another transport")
         link = InlineLink()
 
@@ -185,7 +178,7 @@ class InlineTransport(base.Transport):
             base.handle_of(region, path, TransportCode.INLINE)
             return PeerPages(path, link)
 
-        connection = base.connect_each(regions, used, connect)
+        connection = base.connect_each(peer.regions, peer.used, connect)
         connection.link = link
         return connection
 

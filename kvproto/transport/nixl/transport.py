@@ -111,21 +111,14 @@ class NixlTransport(base.Transport):
 
     # as a source
 
-    def connect(
-        self,
-        regions: Sequence[Region],
-        used: Collection[int],
-        writes: bool,
-        features: Collection[int],
-        attestation: bytes,
-    ) -> base.Connection:
+    def connect(self, peer: base.PeerRegions) -> base.Connection:
         """Reach the peer's pages or staging slots, checking the link; raises NO_TRANSPORT or TRANSPORT_FAILED."""
-        if not writes:
+        if not peer.writes:
             raise RemoteError(ErrorCode.NO_TRANSPORT, "regions[0].handles", "a transport that reads", "NIXL", "push")
-        ours = {r.id for r in regions if any(h.transport == TransportCode.NIXL for h in r.handles)}
-        connection = base.connect_each(regions, ours.union(used), self._reach)
+        ours = {r.id for r in peer.regions if any(h.transport == TransportCode.NIXL for h in r.handles)}
+        connection = base.connect_each(peer.regions, ours.union(peer.used), self._reach)
         try:
-            self._stage(connection, Feature.STAGED in features)
+            self._stage(connection, Feature.STAGED in peer.features)
         except KvprotoError:
             connection.close()
             raise

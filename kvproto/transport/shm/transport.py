@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import attrs
@@ -15,7 +15,6 @@ from kvproto.transport.process import Watch
 from kvproto.transport.shm.memory import SharedMapping, SharedMemory, buffers, connect, owning_process
 from kvproto.wire.enums import Proof
 from kvproto.wire.enums import Transport as TransportCode
-from kvproto.wire.messages import Region
 
 _buffers = partial(buffers, wanted="memory that SHM can share", kinds=(SharedMemory, SharedMapping))
 _PART = 16 << 20
@@ -73,20 +72,13 @@ class ShmTransport(base.Transport):
         _buffers(memory)
         return base.Exposure({id: region.region.handles for id, region in memory.items()})
 
-    def connect(
-        self,
-        regions: Sequence[Region],
-        used: Collection[int],
-        writes: bool,
-        features: Collection[int],
-        attestation: bytes,
-    ) -> base.Connection:
+    def connect(self, peer: base.PeerRegions) -> base.Connection:
         """Map each region; raises what `kvproto.transport.shm.memory.connect` raises."""
         # opened first: the nonces that are then checked name the process that is watched, however PIDs are used again
-        pid = owning_process(region for region in regions if region.id in used) if writes else None
+        pid = owning_process(region for region in peer.regions if region.id in peer.used) if peer.writes else None
         watch = Watch.of_pid(pid) if pid is not None else None
         try:
-            connection = base.connect_each(regions, used, partial(connect, attestation=attestation))
+            connection = base.connect_each(peer.regions, peer.used, partial(connect, attestation=peer.attestation))
         except KvprotoError:
             if watch is not None:
                 watch.close()
