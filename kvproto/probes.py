@@ -55,7 +55,6 @@ class Probes(Closing):
         threading.Thread(target=self._server.serve_forever, name="kvproto probes", daemon=True).start()
 
     def close(self) -> None:
-        """Answer no more."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -92,7 +91,6 @@ class _ProbeHandler(BaseHTTPRequestHandler):
     server_version, sys_version = "kvproto", ""
 
     def do_GET(self) -> None:
-        """Answer a probe."""
         match urlsplit(self.path).path:
             case "/live":
                 dead = [

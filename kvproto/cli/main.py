@@ -48,7 +48,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command line, with every command and its options."""
     parser = argparse.ArgumentParser(
         prog="kvproto", description="Tools for the contract by which LLM engines hand over KV caches."
     )

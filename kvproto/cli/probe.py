@@ -31,7 +31,6 @@ def add(commands: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Measure, print and save; returns the exit status."""
     with _quiet(), _progress() as tell:
         results = probe(args.transport, args.quick, args.memory << 20, tell)
     if args.out is not None:

@@ -77,7 +77,6 @@ class _RankState:
     """The feed's name, shown until its rank is known."""
 
     def hear(self, line: Line) -> None:
-        """Update the state by a line of metrics."""
         series: _Series = {}
         for sample in line["samples"]:
             labels = sample["labels"]

@@ -57,7 +57,6 @@ class _Batch:
 
     @property
     def converts(self) -> bool:
-        """Whether these operations convert."""
         return len(self.first) > len(_FIELDS) and self.first[_MADE] > 0
 
 

@@ -155,7 +155,6 @@ _FEW = 256
 
 
 def distinct(items: UIntArray | npt.NDArray[np.int64]) -> bool:
-    """Whether no item occurs twice."""
     if items.size <= _FEW:
         return len(set(items.tolist())) == items.size
     ordered = np.sort(items)
@@ -184,7 +183,6 @@ def placeholder_items(side: RankLayout, grants: Sequence[Grants]) -> tuple[Grant
 
 
 def all_granted(side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants]) -> bool:
-    """Whether everything that was requested is granted."""
     return all(g.count == a.count and size_of(g) == _need(side, a, a) for g, a in zip(granted, asked, strict=True))
 
 

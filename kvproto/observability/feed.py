@@ -69,7 +69,6 @@ class FeedServer:
 
     @property
     def followed(self) -> bool:
-        """Whether the feed has followers."""
         return bool(self._followers)
 
     def publish(self, event: dict[str, Any]) -> None:

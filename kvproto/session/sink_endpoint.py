@@ -157,7 +157,6 @@ class SinkEndpoint(Endpoint):
         self.suspect = any(session.suspect and session.open for session in self.sessions.values())
 
     def send(self, conn: Hashable, frame: bytes) -> None:
-        """Queue a frame for a connection."""
         if not self.out:
             self.calls.needs_turn()
         self.out.append((conn, frame))

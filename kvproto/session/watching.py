@@ -93,7 +93,6 @@ class WatchEndpoint(Endpoint):
         self._after(now)
 
     def report(self, event: Event | Listed) -> None:
-        """Queue an event for the watcher."""
         self._events.append(event)
 
     def take_events(self) -> list[Event | Listed]:

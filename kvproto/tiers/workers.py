@@ -126,7 +126,6 @@ class Workers:
         return call.future
 
     def drop(self) -> None:
-        """Cancel the calls that wait."""
         with self._queue.changed:
             dropped, self._queue.waiting = self._queue.waiting, deque()
         _cancel(dropped)

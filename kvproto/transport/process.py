@@ -189,7 +189,6 @@ class Watch:
         return self._ended
 
     def close(self) -> None:
-        """Stop watching."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

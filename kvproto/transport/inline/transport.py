@@ -48,7 +48,6 @@ class InlineLink(PackedLink):
     room = 0
 
     def allow(self, bytes: int) -> None:
-        """Let this many more bytes be packed."""
         self.room += bytes
 
     def restart(self) -> None:
@@ -107,7 +106,6 @@ class InlineReceiver:
         self._streams: dict[int, IncomingStream] = {}
 
     def open(self, sequence: int, packer: Packer) -> None:
-        """Expect the Data of a transfer, which `packer` unpacks into its pages."""
         self._streams[sequence] = IncomingStream(packer)
 
     def data(self, data: Data) -> None:
@@ -122,7 +120,6 @@ class InlineReceiver:
             stream.error = fault.kept()
 
     def check_end(self, sequence: int) -> None:
-        """Raise UNEXPECTED_MESSAGE if Data is missing (KVP-STG-EARLY)."""
         self._streams[sequence].check_end()
 
     def finish(self, sequence: int) -> bool:
@@ -132,7 +129,6 @@ class InlineReceiver:
         return True
 
     def close(self, sequence: int) -> bool:
-        """Drop what still comes for a transfer."""
         self._streams.pop(sequence, None)
         return True
 

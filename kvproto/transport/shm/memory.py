@@ -124,7 +124,6 @@ class SharedMemory:
 
     @property
     def region(self) -> Region:
-        """Its entry in Register."""
         data = msgpack.packb([os.getpid(), self._fd, self._nonce, self._attested])
         handle = Handle(transport=TransportCode.SHM, data=data)
         return Region(

@@ -256,12 +256,10 @@ class StagedReceiver:
         return Credit(session=session, kind=CreditKind.STAGING, slots=slots)
 
     def restart(self) -> None:
-        """Take back the slots that are granted, as their Credit may be lost (KVP-STG-RESUMED)."""
         self._free |= self._granted
         self._granted.clear()
 
     def open(self, sequence: int, packer: Packer) -> None:
-        """Expect the chunks of a transfer, which `packer` unpacks into its pages."""
         self._streams[sequence] = _StagedStream(packer)
 
     def chunk(self, chunk: Chunk) -> None:
@@ -306,11 +304,9 @@ class StagedReceiver:
         return any(stream.unpacking for stream in self._streams.values())
 
     def check_end(self, sequence: int) -> None:
-        """Raise UNEXPECTED_MESSAGE if chunks are missing (KVP-STG-EARLY)."""
         self._streams[sequence].check_end()
 
     def finish(self, sequence: int) -> bool:
-        """Whether every byte of the stream is unpacked; raises what the packer raised."""
         stream = self._streams[sequence]
         self.step()
         if stream.error:
