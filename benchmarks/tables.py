@@ -587,17 +587,26 @@ def ms(samples: Sequence[float]) -> str:
     return f"{middle:.1f} ({least:.1f} to {most:.1f})"
 
 
-@table(
-    "vllm-figures",
-    "handover",
+HANDOVER = (
     "prefill to decode | connector | 8 x 8,192 tokens, blocks in order | blocks scattered | 1,024 tokens | 32,768 tokens"
-    " | longest step",
+    " | longest step"
 )
+
+
+@table("vllm-figures", "handover", HANDOVER)
 def handover() -> Rows:
-    kept = results("vllm_handover")
+    return handovers("GQA", results("vllm_handover"))
+
+
+@table("vllm-figures", "handover of MLA", HANDOVER)
+def handover_of_mla() -> Rows:
+    return handovers("MLA", results("vllm_handover_mla"))
+
+
+def handovers(model: str, kept: dict[str, Any]) -> Rows:
     for world in WORLDS:
         for name, title in CONNECTORS.items():
-            if (of := kept[f"GQA, {world}"].get(name)) is not None:
+            if (of := kept[f"{model}, {world}"].get(name)) is not None:
                 cells = of["ordered"], of["scattered"], *of["alone"].values()
                 yield world, title, *map(ms, cells), f"{1e3 * max(of['steps during']):.0f}"
 
