@@ -646,6 +646,20 @@ def hicache() -> Rows:
         yield contender, f"{first:,.0f}", f"{100 * found:.0f} %", *(f"{each:,.0f}" if each else "" for each in moved)
 
 
+@table("tiers", "vllm on a GPU", "first token of a prompt, ms | vLLM's own tier in the host's memory | kvproto, files")
+def vllm_on_a_gpu() -> Rows:
+    """Medians; of the two tiers vLLM's has no storage here."""
+    kept = results("tiers_engines_gpu_vllm")
+    own, ours = kept["vLLM's host"], kept["kvproto, files"]
+    for name in ("computed", "device", "host", "storage"):
+        yield (
+            {"device": "from the device", "host": "from the host", "storage": "from storage, by a fresh engine"}.get(
+                name, name
+            ),
+            *(f"{1e3 * median(of[key]):.0f}" if (key := f"{name}, one") in of else "" for of in (own, ours)),
+        )
+
+
 def written(text: str, page: str) -> str:
     """The text of a page with all its tables made anew."""
     for of, name, head, rows in TABLES:

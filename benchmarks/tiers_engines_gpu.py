@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -142,7 +143,7 @@ def stored(folder: Path) -> int:
     return found
 
 
-def stored_within(folder: Path, size: int, seconds: float = 60) -> bool:
+def stored_within(folder: Path, size: int, seconds: float = 15) -> bool:
     """Whether so many bytes are stored within these seconds."""
     until = time.monotonic() + seconds
     while (found := stored(folder)) < size and time.monotonic() < until:
@@ -310,8 +311,8 @@ def main(argv: list[str] | None = None) -> int:
                     print(name, figures[name]["error"], flush=True)
                 keep(args.out, figures)
         finally:
-            for name in names:
-                bench.stop(name)
+            with ThreadPoolExecutor(len(names)) as threads:
+                list(threads.map(bench.stop, names))
     return wrong
 
 
