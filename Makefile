@@ -3,10 +3,10 @@ PY := $(VENV)/bin/python
 # --no-compile: otherwise pip compiles all of torch, and a demo needs only a part of it.
 PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
 CORES := $(shell nproc)
-# One more than there are cores, as tests of processes wait for each other.
-JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 1)))
+# Two more than there are cores, as tests of processes wait for each other.
+JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 2)))
 
-.PHONY: demo demo-gpu test chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test models acceptance bench fuzz wild demo-real clean
+.PHONY: demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test models acceptance bench fuzz wild demo-real clean
 # $(VENV)/.X marks that the extras of X are installed. Each target installs only its own.
 $(VENV)/.demo: EXTRAS = torch,cli
 $(VENV)/.test: EXTRAS = torch,cli,test
@@ -36,10 +36,14 @@ demo-gpu: $(VENV)/.demo $(VENV)/.gpu
 	@$(PY) -m kvproto_reference.demo --transport cuda $(ARGS)
 
 # Keep bytecode even if the environment says not to: otherwise each worker and each process of a test compiles everything.
-test quick: export PYTHONDONTWRITEBYTECODE =
+test test-thorough quick: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.test
-	@$(PY) -m pytest -n $(JOBS) $(ARGS)
+	@$(PY) -m pytest -n $(JOBS) -m "not thorough" $(ARGS)
+
+# The rest: small runs of all benchmarks, candidates of the specification from end to end, and whether chaos, the live driver and `make prove` find faults.
+test-thorough: $(VENV)/.test
+	@$(PY) -m pytest -n $(JOBS) -m thorough $(ARGS)
 
 quick: $(VENV)/.test
 	@$(PY) -m pytest -n $(CORES) -m "not slow" $(ARGS)

@@ -52,7 +52,7 @@ class Probes(Closing):
             raise bad("probes", "HOST:PORT, free on this machine", f"{address}: {error}", "correct it") from error
         self.address = f"{host}:{self._server.server_port}"
         """The address, with the port that the system chose if it was 0."""
-        threading.Thread(target=self._server.serve_forever, name="kvproto probes", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), name="kvproto probes", daemon=True).start()
 
     def close(self) -> None:
         self._server.shutdown()

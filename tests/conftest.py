@@ -28,6 +28,8 @@ os.environ |= {
 
 SLOW = {
     "calibration/test_probe.py",
+    "captures/test_bounds.py::test_what_is_too_many_is_refused_as_it_comes",
+    "captures/test_refusals.py",
     "chaos",
     "cli/test_cli.py::test_reader_that_has_seen_enough",
     "cli/test_layouts.py::test_vectors_are_what_is_described",
@@ -43,6 +45,7 @@ SLOW = {
     "conformance/test_dcp.py::test_two_deals_agree",
     "conformance/test_driver.py::test_a_degenerate_testee_earns_nothing",
     "conformance/test_driver.py::test_a_hello_that_says_nothing_makes_an_invalid_run",
+    "conformance/test_engines_c.py",
     "conformance/test_fresh.py::test_a_testee_that_remembers_the_vectors_is_nonconformant",
     "conformance/test_fresh.py::test_one_of_them_is_replayed_as_it_was_asked",
     "conformance/test_fresh.py::test_what_is_known_to_fail_has_none",
@@ -52,28 +55,25 @@ SLOW = {
     "conformance/test_planner_profiles.py",
     "conformance/test_prove.py",
     "conformance/test_reports.py",
-    "conformance/test_engines_c.py",
     "conformance/test_testees.py",
     "demo",
+    "door/test_addresses.py",
+    "door/test_conversion.py",
     "door/test_faults.py",
     "door/test_floods.py",
     "door/test_four_bits.py",
     "door/test_growth.py",
     "door/test_inline.py::test_a_request_arrives_whatever_credit_allows",
-    "door/test_intent.py::test_any_order_of_events",
+    "door/test_intent.py",
     "door/test_keys.py",
     "door/test_late.py::test_any_prefill_that_gives_pages_up",
     "door/test_namespaces.py",
     "door/test_pool_bytes.py",
-    "door/test_sleep.py::test_a_draft_is_loaded_and_unloaded",
-    "door/test_sleep.py::test_both_sides_sleep_and_wake_many_times",
-    "door/test_sleep.py::test_fetches_that_cross_a_change_of_the_sources_caches_go_on",
-    "door/test_sleep.py::test_memory_is_not_free_while_a_copy_is_held_up",
+    "door/test_readiness.py",
+    "door/test_sleep.py",
     "door/test_sleep_random.py",
     "door/test_staged.py",
     "examples",
-    "captures/test_bounds.py::test_what_is_too_many_is_refused_as_it_comes",
-    "captures/test_refusals.py",
     "fuzz",
     "gpu",
     "net/test_limits.py",
@@ -83,9 +83,12 @@ SLOW = {
     "node/test_long_work.py",
     "node/test_nixl_node.py",
     "node/test_offering.py::test_what_is_offered_suffices",
+    "node/test_others_memory.py",
     "node/test_parts.py",
     "node/test_pull.py::test_a_source_is_killed_while_it_is_read",
     "node/test_sources.py",
+    "observability/test_metrics.py",
+    "observability/test_probes.py",
     "plan/test_aliasing.py::test_items_are_refused_exactly_if_a_byte_is_claimed_twice",
     "plan/test_aliasing.py::test_no_byte_that_is_claimed_twice_gets_past_the_check",
     "plan/test_block_scales.py::test_blocks_move_with_their_scales",
@@ -116,19 +119,24 @@ SLOW = {
     "session/test_session.py::test_noise_gets_a_typed_answer_and_costs_nobody_anything",
     "session/test_staged.py::test_nonsense_in_packed_bytes_and_credits_costs_nobody_else_anything",
     "sglang/test_families.py",
+    "sglang/test_transfers.py",
     "tiers/test_agreement.py::test_all_ranks_decide_the_same_and_can_do_it",
     "tiers/test_cache.py::test_a_process_ends_while_its_storage_hangs",
     "tiers/test_catalogue.py::test_what_is_told_is_what_is_found",
+    "tiers/test_faults.py",
     "tiers/test_groups.py::test_a_writer_of_several_pages_that_is_killed_leaves_whole_ones",
     "tiers/test_index.py::test_every_slot_is_freed_once_whatever_fails_when",
+    "tiers/test_packs.py",
+    "tiers/test_packs_shared.py",
     "tiers/test_power.py",
-    "tiers/test_relayout.py::test_whatever_the_sizes_are",
-    "tiers/test_relayout.py::test_two_engines_of_other_sizes_write_and_evict_at_once_over_one_folder",
+    "tiers/test_relayout.py",
+    "tiers/test_shared.py",
     "tiers/test_storage.py",
+    "tiers/test_stores.py",
     "tiers/test_whole.py",
     "tools/test_models.py",
     "tools/test_small_runs.py",
-    "vllm/test_families.py",
+    "transport/test_cuda_convert.py",
     "transport/test_cuda_kernel.py",
     "transport/test_cuda_stream.py",
     "transport/test_nixl.py",
@@ -136,17 +144,34 @@ SLOW = {
     "transport/test_packed.py",
     "transport/test_program_cache.py::test_it_goes_with_the_operations",
     "transport/test_shm.py::test_another_process_writes",
-    "transport/test_tensors.py",
     "transport/test_staged.py::test_streams_arrive_whole_in_any_order_of_events",
+    "transport/test_tensors.py",
+    "vllm/test_families.py",
+    "vllm/test_workers.py",
     "wire/test_codec.py::test_round_trip",
     "wire/test_make.py",
+    "wire/test_readers.py",
     "wire/test_refusals.py::test_mutations_let_only_wire_errors_out",
     "wire/test_refusals.py::test_random_bytes_let_only_wire_errors_out",
-    "wire/test_readers.py",
     "wire/test_vectors.py::test_every_vector_can_be_explained",
     "wire/test_vectors.py::test_streams_may_be_cut_anywhere",
 }
 """Folders, files and tests that take seconds each: models, real transports, and the longest searches of their rooms."""
+
+THOROUGH = {
+    "chaos/test_chaos.py::test_a_fault_in_the_engines_is_found",
+    "chaos/test_chaos.py::test_an_engine_that_starts_when_the_faults_are_over_has_a_right_clock",
+    "chaos/test_chaos.py::test_seeds_without_violations",
+    "conformance/test_engines_c.py::test_they_pass_the_live_driver",
+    "conformance/test_live.py::test_a_fault_is_found_by_the_scenario_that_names_it",
+    "conformance/test_prove.py::test_parts_make_the_whole_and_an_interrupted_run_goes_on",
+    "conformance/test_prove.py::test_what_nobody_notices_and_a_reason_that_is_not_true_fail_the_command",
+    "tools/test_candidates.py::test_a_draft_changes_with_a_line_in_the_changelog",
+    "tools/test_candidates.py::test_a_minor_version_adds_a_field",
+    "tools/test_candidates.py::test_the_check_refuses_a_change_until_a_candidate_is_opened",
+    "tools/test_small_runs.py",
+}
+"""Files and tests that `make test` leaves to `make test-thorough`: the project's own tools, whole, and whether they find faults."""
 
 ONE_WORKER = {
     "conformance/test_meeting.py": "versions",
@@ -209,10 +234,13 @@ def _file(path: Path) -> str:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks slow tests by the table above."""
+    """Marks slow and thorough tests by the tables above."""
     file = _file(item.path)
     name = item.name.split("[")[0]
-    if SLOW & {file.split("/")[0], file, f"{file}::{name}"}:
+    names = {file.split("/")[0], file, f"{file}::{name}"}
+    if THOROUGH & names:
+        item.add_marker(pytest.mark.thorough)
+    if (SLOW | THOROUGH) & names:
         item.add_marker(pytest.mark.slow)
 
 

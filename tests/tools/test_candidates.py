@@ -203,7 +203,6 @@ def change_what_is_frozen(repository: Copy) -> None:
     (repository.folder / path).write_text(wrong)
 
 
-@pytest.mark.slow
 def test_the_check_refuses_a_change_until_a_candidate_is_opened(repository: Copy) -> None:
     change_what_is_frozen(repository)
     status, said = repository.run("tools.specgen", "--check")
@@ -244,7 +243,6 @@ def after_a_merge(repository: Copy) -> None:
         path.write_text(f"<<<<<<< ours\n{path.read_text()}=======\n>>>>>>> theirs\n")
 
 
-@pytest.mark.slow
 def test_a_draft_changes_with_a_line_in_the_changelog(repository: Copy) -> None:
     repository.edit("spec/v1/registry/limits.toml", "[limit.max_told]\nvalue = 1024", "[limit.max_told]\nvalue = 2048")
     assert repository.run("tools.specgen")[0] == 0
@@ -255,7 +253,6 @@ def test_a_draft_changes_with_a_line_in_the_changelog(repository: Copy) -> None:
     assert "* Lists are longer\n" in (repository.folder / "CHANGELOG.md").read_text()
 
 
-@pytest.mark.slow
 def test_a_minor_version_adds_a_field(repository: Copy, tmp_path: Path) -> None:
     """The rehearsal of spec/versions.md: two files by hand, and implementations of 1.0 stay conformant."""
     before = repository.cases()
