@@ -14,8 +14,10 @@ import attrs
 from kvproto import LocalError, Options, Seed, Sink, Source, Ticket, read_sources
 from kvproto.errors import ErrorCode
 from kvproto.probes import Probes
+from kvproto_discovery import Etcd, FoundSources, Registration, read_found
+from kvproto_discovery.places import SCHEMES, etcd_of
 
-__all__ = ["Places", "checked", "kept", "of_environment", "of_replica", "probes_of", "refuse"]
+__all__ = ["Places", "checked", "follow", "kept", "of_environment", "of_replica", "probes_of", "refuse", "register"]
 
 _PLACE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]*):(\d{1,5})")
 REPLICA = 256
@@ -53,7 +55,12 @@ def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool,
         made["options"] = Options(**{**usual, **made.get("options", {})})
     except TypeError as error:
         raise refuse(where, "options", "names of kvproto.Options", str(error), "correct it") from None
-    made["sources"] = _sources(where, made.get("sources", {}))
+    made["sources"] = _sources(where, made.get("sources", {}), made.get("source_keys"))
+    if made.get("register") is not None:
+        try:
+            made["register"] = etcd_of(str(made["register"]))
+        except LocalError as error:
+            raise error.at(f"{where}.register") from None
     return made
 
 
@@ -86,8 +93,29 @@ def probes_of(place: str | None, replica: int, *ranks: Source | Sink) -> Probes 
     return Probes(f"{host}:{int(port) + REPLICA * replica + ranks[0].pool.rank}", *ranks)
 
 
-def _sources(where: str, given: Any) -> dict[tuple[str, int], Seed]:
-    """By engine and replica; an address, or a mapping with its key."""
+def follow(sources: Mapping[tuple[str, int], Seed], sink: Sink | None) -> None:
+    """Have a sink dial the sources that a directory names, if one does."""
+    if isinstance(sources, FoundSources) and sink is not None:
+        sources.follow(sink)
+
+
+def register(etcd: Etcd | None, source: Source | None, replicas: int = 1) -> Registration | None:
+    """The row of a prefill rank in etcd, as the setting `register` asks for it; raises LocalError."""
+    return Registration(etcd, source, replicas) if etcd is not None and source is not None else None
+
+
+def _sources(where: str, given: Any, keys: Any) -> Mapping[tuple[str, int], Seed]:
+    """By engine and replica; an address, or a mapping with its key; or found in a directory, with one of these keys."""
+    if isinstance(given, str) and given.startswith(SCHEMES):
+        try:
+            return read_found(given, keys)
+        except LocalError as error:
+            raise error.at(
+                f"{where}.source_keys" if error.path.startswith("source_keys") else f"{where}.sources"
+            ) from None
+    if keys is not None:
+        advice = "state each key beside its address, or let DNS or etcd name the sources"
+        raise refuse(where, "source_keys", "sources that a directory names", repr(given), advice)
     if isinstance(given, str):
         return dict(read_sources(given))
     if not isinstance(given, Mapping):

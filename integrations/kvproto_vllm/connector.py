@@ -15,12 +15,13 @@ from vllm.platforms import current_platform
 
 from kvproto import Sink, Source
 from kvproto.probes import Probes
+from kvproto_discovery import Registration
 from kvproto_engines import described, told
 from kvproto_engines.loading import Loading
 from kvproto_engines.memory import only_context
 from kvproto_engines.orders import Orders
 from kvproto_engines.sending import Sending, Unread
-from kvproto_engines.settings import of_replica, probes_of
+from kvproto_engines.settings import follow, of_replica, probes_of, register
 from kvproto_vllm.engine import Opened, open_pool
 from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
 from kvproto_vllm.scheduling import Scheduling
@@ -76,6 +77,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._sending: Sending | None = None
         self._loading: Loading | None = None
         self._probes: Probes | None = None
+        self._registration: Registration | None = None
         groups = {type(spec).__name__ for each in kv_cache_config.kv_cache_groups for spec in specs_of(each).values()}
         kinds = bool(groups & {*WINDOWS}), bool(groups & {STATE, RING})  # a ring has lost what a token more overwrites
         early, workers = (
@@ -159,10 +161,13 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             listen, outside = (of_replica(each, self._replica) for each in (settings.listen, settings.advertise))
             source = Source(settings.name, opened.pool, listen or "", settings.options, advertise=outside)
             self._sending = Sending(source, opened.tables, logger)
+            replicas = self._vllm_config.parallel_config.data_parallel_size
+            self._registration = register(settings.register, source, replicas)
         sink = Sink(settings.name, opened.pool, dict(settings.sources), settings.options) if self._roles[1] else None
         whole = self._vllm_config.cache_config.enable_prefix_caching
         self._loading = Loading(sink, opened.tables, logger, whole)
         doors = [self._sending.source] if self._sending is not None else []
+        follow(settings.sources, sink)
         self._probes = probes_of(settings.probes, self._replica, *doors, *([sink] if sink is not None else []))
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
@@ -222,6 +227,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def shutdown(self) -> None:
         if self._probes is not None:
             self._probes.close()
+        if self._registration is not None:
+            self._registration.close()
         if self._loading is not None and self._loading.sink is not None:
             self._loading.sink.close()
         if self._sending is not None:

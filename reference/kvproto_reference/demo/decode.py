@@ -92,6 +92,9 @@ class DecodeProcess(EngineProcess):
             rank: Sink(options.name, pool, options.seeds, options.kvproto()) for rank, pool in self.pools.items()
         }
         self._lines = Lines(self.sinks, options.seeds)
+        if options.found is not None:
+            options.found.follow(*self.sinks.values())
+            self.listed.append(options.found)
         self._decoder = SpeculativeDecoder(self.target, self.draft, options.speculate)
         ahead = self.draft.ahead if self.draft is not None else 0
         self._hybrid = options.configs[0].hybrid

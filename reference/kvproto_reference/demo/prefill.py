@@ -10,6 +10,7 @@ import torch
 from kvproto import Request, Source, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
 from kvproto.events import Event, Expired, Freed, Refused, Sent, Undelivered
+from kvproto_discovery import Registration
 
 from ..cache.windows import first_row
 from ..engine import logprobs
@@ -55,6 +56,9 @@ class PrefillProcess(EngineProcess):
             rank: Source(options.name, pool, listen, options.kvproto(), advertise=outside)
             for rank, pool in self.pools.items()
         }
+        if options.register is not None:
+            for source in self.sources.values():
+                self.listed.append(Registration(options.register, source, self.options.layout.dp))
         if self.kept is not None:
             for rank, tiers in self.kept.tiers.items():
                 self.sources[rank].tell(tiers)

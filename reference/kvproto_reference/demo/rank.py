@@ -14,6 +14,7 @@ import torch
 from kvproto import Pool, Sink, Source
 from kvproto.events import Event, PoolFree, ProtocolError
 from kvproto.probes import Probes
+from kvproto_discovery import FoundSources, Registration
 
 from ..adapters import chosen
 from ..cache import PageAllocator
@@ -104,6 +105,8 @@ class EngineProcess:
                 self.target.states,
             )
             self._elsewhere = None  # the pool stays where it is
+        self.listed: list[FoundSources | Registration] = []
+        """The rows of this engine's ranks in a directory, or what it finds in one."""
         self.rows: ImageRows | None = None
         """The fetches of rows of images, on a prefill with an encoder."""
         self._lockstep = Lockstep(world)
@@ -156,6 +159,8 @@ class EngineProcess:
         finally:
             if probes is not None:
                 probes.close()
+            for listed in self.listed:
+                listed.close()
             for door in doors:
                 door.close("stopped" if self.status == 0 else "ended by an error")
             if self.rows is not None:
