@@ -14,10 +14,10 @@ import attrs
 from kvproto import LocalError, Options, Seed, Sink, Source, Ticket, read_sources
 from kvproto.errors import ErrorCode
 from kvproto.probes import Probes
-from kvproto_discovery import Etcd, FoundSources, Registration, read_found
+from kvproto_discovery import FoundSources, Registration, read_found
 from kvproto_discovery.places import SCHEMES, etcd_of
 
-__all__ = ["Places", "checked", "follow", "kept", "of_environment", "of_replica", "probes_of", "refuse", "register"]
+__all__ = ["Places", "Presence", "checked", "kept", "of_environment", "of_replica", "probes_of", "refuse"]
 
 _PLACE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]*):(\d{1,5})")
 REPLICA = 256
@@ -93,15 +93,25 @@ def probes_of(place: str | None, replica: int, *ranks: Source | Sink) -> Probes 
     return Probes(f"{host}:{int(port) + REPLICA * replica + ranks[0].pool.rank}", *ranks)
 
 
-def follow(sources: Mapping[tuple[str, int], Seed], sink: Sink | None) -> None:
-    """Have a sink dial the sources that a directory names, if one does."""
-    if isinstance(sources, FoundSources) and sink is not None:
-        sources.follow(sink)
+class Presence:
+    """The probes of a rank, its row in a directory, and the sources that it follows there, until `close`."""
 
+    def __init__(self, settings: Any, replica: int, replicas: int, source: Source | None, sink: Sink | None) -> None:
+        """As the settings of an adapter ask for them; `replicas` share the engine's name. Raises LocalError."""
+        found, doors = settings.sources, [door for door in (source, sink) if door is not None]
+        self._made: list[Probes | Registration | FoundSources] = []
+        if isinstance(found, FoundSources) and sink is not None:
+            found.follow(sink)
+            self._made.append(found)
+        if settings.register is not None and source is not None:
+            self._made.append(Registration(settings.register, source, replicas))
+        if (probes := probes_of(settings.probes, replica, *doors)) is not None:
+            self._made.append(probes)
 
-def register(etcd: Etcd | None, source: Source | None, replicas: int = 1) -> Registration | None:
-    """The row of a prefill rank in etcd, as the setting `register` asks for it; raises LocalError."""
-    return Registration(etcd, source, replicas) if etcd is not None and source is not None else None
+    def close(self) -> None:
+        """Leave the directory, and answer no probes; the rank stays open."""
+        for made in self._made:
+            made.close()
 
 
 def _sources(where: str, given: Any, keys: Any) -> Mapping[tuple[str, int], Seed]:

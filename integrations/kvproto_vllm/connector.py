@@ -14,14 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 
 from kvproto import Sink, Source
-from kvproto.probes import Probes
-from kvproto_discovery import Registration
 from kvproto_engines import described, told
 from kvproto_engines.loading import Loading
 from kvproto_engines.memory import only_context
 from kvproto_engines.orders import Orders
 from kvproto_engines.sending import Sending, Unread
-from kvproto_engines.settings import follow, of_replica, probes_of, register
+from kvproto_engines.settings import Presence, of_replica
 from kvproto_vllm.engine import Opened, open_pool
 from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
 from kvproto_vllm.scheduling import Scheduling
@@ -76,8 +74,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._replica = vllm_config.parallel_config.data_parallel_index
         self._sending: Sending | None = None
         self._loading: Loading | None = None
-        self._probes: Probes | None = None
-        self._registration: Registration | None = None
+        self._presence: Presence | None = None
         groups = {type(spec).__name__ for each in kv_cache_config.kv_cache_groups for spec in specs_of(each).values()}
         kinds = bool(groups & {*WINDOWS}), bool(groups & {STATE, RING})  # a ring has lost what a token more overwrites
         early, workers = (
@@ -157,18 +154,16 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if opened is None:
             return
         told.follow(logger)
+        source: Source | None = None
         if self._roles[0]:
             listen, outside = (of_replica(each, self._replica) for each in (settings.listen, settings.advertise))
             source = Source(settings.name, opened.pool, listen or "", settings.options, advertise=outside)
             self._sending = Sending(source, opened.tables, logger)
-            replicas = self._vllm_config.parallel_config.data_parallel_size
-            self._registration = register(settings.register, source, replicas)
         sink = Sink(settings.name, opened.pool, dict(settings.sources), settings.options) if self._roles[1] else None
         whole = self._vllm_config.cache_config.enable_prefix_caching
         self._loading = Loading(sink, opened.tables, logger, whole)
-        doors = [self._sending.source] if self._sending is not None else []
-        follow(settings.sources, sink)
-        self._probes = probes_of(settings.probes, self._replica, *doors, *([sink] if sink is not None else []))
+        replicas = self._vllm_config.parallel_config.data_parallel_size
+        self._presence = Presence(settings, self._replica, replicas, source, sink)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         self.register_kv_caches(layers_of(kv_cache, attn_backend, self._kv_cache_config))
@@ -225,10 +220,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return _WorkerMetadata(taken, unread) if taken or any(unread) else None
 
     def shutdown(self) -> None:
-        if self._probes is not None:
-            self._probes.close()
-        if self._registration is not None:
-            self._registration.close()
+        if self._presence is not None:
+            self._presence.close()
         if self._loading is not None and self._loading.sink is not None:
             self._loading.sink.close()
         if self._sending is not None:

@@ -1,19 +1,14 @@
 """One member of etcd for each test."""
 
-import contextlib
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .members import Member
+from .members import Member, running
 
 
 @pytest.fixture
 def member(tmp_path: Path) -> Iterator[Member]:
-    made = Member(tmp_path / "etcd")
-    made.start()
-    yield made
-    with contextlib.suppress(ProcessLookupError):
-        made.signal(signal.SIGKILL)
+    with running(tmp_path / "etcd") as made:
+        yield made

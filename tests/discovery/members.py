@@ -107,10 +107,12 @@ def source(
 
 
 @contextlib.contextmanager
-def decode(found: FoundSources) -> Iterator[kvproto.Sink]:
+def decode(found: FoundSources | None = None) -> Iterator[kvproto.Sink]:
     """A decode engine that follows a directory."""
-    with kvproto.Sink("decode", kvproto.Pool.allocate(GEOMETRY, PAGES)) as sink, contextlib.closing(found):
-        found.follow(sink)
+    with kvproto.Sink("decode", kvproto.Pool.allocate(GEOMETRY, PAGES)) as sink, contextlib.ExitStack() as stack:
+        if found is not None:
+            stack.enter_context(contextlib.closing(found))
+            found.follow(sink)
         yield sink
 
 
@@ -121,3 +123,13 @@ def hand_over(prefill: kvproto.Source, sink: kvproto.Sink) -> kvproto.Fetch:
     prefill.request(ticket, PROMPT).finish({"kv": [3, 1, 2]})
     fetch.wait(30)
     return fetch
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[Member]:
+    """A member with its data in a folder."""
+    made = Member(folder)
+    made.start()
+    yield made
+    with contextlib.suppress(ProcessLookupError):
+        made.signal(signal.SIGKILL)

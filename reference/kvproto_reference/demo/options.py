@@ -378,20 +378,24 @@ def _parser(role: str) -> argparse.ArgumentParser:
             "--images", action="store_true", help="take prompts with images, whose rows come from kvproto-encode in DIR"
         )
     if role == "decode":
-        add("--source", default="prefill", metavar="NAME", help="name of the prefill engine (default prefill)")
-        add("--intent", action="store_true", help="claim pages after prefill, not when a request arrives (INTENT)")
-        add("--spans", action="store_true", help="claim them piece by piece while prefill runs (SPANS)")
-        add("--source-key", type=Path, metavar="FILE", help="public.key of the prefill engine; for TCP")
-        sources = (
-            "replicas of the prefill engine (default 1); or their directory, which replaces --prefill and --source"
-        )
-        add("--sources", type=_sources, default=1, metavar="N|dns:ENGINE=HOST:PORT|etcd:URL", help=sources)
-        add("--source-keys", type=Path, metavar="FILE", help="public keys of the sources in a directory, one a line")
-        seeds = "sources.toml, which says where all replicas listen and which keys they have; replaces the five above"
-        add("--seeds", type=Path, metavar="FILE", help=seeds)
-        add("--quiet", action="store_true", help="do not report sources that come and go: the router does")
+        _add_sources(parser)
         add_captured(parser)
     return parser
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    """Add the options of decode that say where prefill is, and how its pages are claimed."""
+    add = parser.add_argument
+    add("--source", default="prefill", metavar="NAME", help="name of the prefill engine (default prefill)")
+    add("--intent", action="store_true", help="claim pages after prefill, not when a request arrives (INTENT)")
+    add("--spans", action="store_true", help="claim them piece by piece while prefill runs (SPANS)")
+    add("--source-key", type=Path, metavar="FILE", help="public.key of the prefill engine; for TCP")
+    sources = "replicas of the prefill engine (default 1); or their directory, which replaces --prefill and --source"
+    add("--sources", type=_sources, default=1, metavar="N|dns:ENGINE=HOST:PORT|etcd:URL", help=sources)
+    add("--source-keys", type=Path, metavar="FILE", help="public keys of the sources in a directory, one a line")
+    seeds = "sources.toml, which says where all replicas listen and which keys they have; replaces the five above"
+    add("--seeds", type=Path, metavar="FILE", help=seeds)
+    add("--quiet", action="store_true", help="do not report sources that come and go: the router does")
 
 
 def _address(args: argparse.Namespace) -> str:
