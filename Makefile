@@ -29,6 +29,13 @@ $(VENV)/.%: pyproject.toml constraints.txt
 $(VENV)/smollm2/config.json: | $(VENV)/.demo $(VENV)/.real
 	@$(PY) -m kvproto_reference.smollm2 $(VENV)/smollm2
 
+# Programs of Debian that tests run, out of their packages alone: nothing is installed, and no service starts.
+$(VENV)/debian/usr/bin/%:
+	@command -v $(@F) > /dev/null || { mkdir -p $(VENV)/debian && cd $(VENV)/debian && echo "fetching $(PACKAGE)" && \
+	  apt-get download -qq $(PACKAGE) 2> /dev/null && dpkg -x $(PACKAGE)_*.deb .; } || true
+$(VENV)/debian/usr/bin/etcd: PACKAGE = etcd-server
+$(VENV)/debian/usr/bin/promtool: PACKAGE = prometheus
+
 demo: $(VENV)/.demo $(if $(findstring --real,$(ARGS)),$(VENV)/smollm2/config.json)
 	@$(PY) -m kvproto_reference.demo $(ARGS)
 
@@ -37,6 +44,8 @@ demo-gpu: $(VENV)/.demo $(VENV)/.gpu
 
 # Keep bytecode even if the environment says not to: otherwise each worker and each process of a test compiles everything.
 test quick: export PYTHONDONTWRITEBYTECODE =
+
+test coverage: | $(VENV)/debian/usr/bin/etcd $(VENV)/debian/usr/bin/promtool
 
 test: $(VENV)/.test
 	@$(PY) -m pytest -n $(JOBS) $(ARGS)

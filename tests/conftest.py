@@ -55,6 +55,8 @@ SLOW = {
     "conformance/test_engines_c.py",
     "conformance/test_testees.py",
     "demo",
+    "discovery/test_etcd.py",
+    "discovery/test_settings.py",
     "door/test_faults.py",
     "door/test_floods.py",
     "door/test_four_bits.py",
