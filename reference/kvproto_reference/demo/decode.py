@@ -213,7 +213,7 @@ class DecodeProcess(EngineProcess):
 
     def _tell_ready(self) -> None:
         """Tell the router from which replicas every rank can fetch; none before there is a plan."""
-        if self._asked and len(self._answering) == self.ranks:
+        if self._asked and not self.draining and len(self._answering) == self.ranks:
             answering = set.intersection(*self._answering.values()) if self._plan else set[int]()
             self.tell("ready", sources=sorted(answering), **self._plan)
 

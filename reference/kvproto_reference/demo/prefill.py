@@ -107,7 +107,7 @@ class PrefillProcess(EngineProcess):
 
     def _tell_ready(self) -> None:
         """Tell the router, once an encoder answers where there is to be one."""
-        if self._greeted and (self.rows is None or self.rows.ready):
+        if self._greeted and not self.draining and (self.rows is None or self.rows.ready):
             self.tell("ready")
 
     def on_sources(self, rank: int, word: dict[str, Any]) -> None:
