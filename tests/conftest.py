@@ -107,6 +107,7 @@ SLOW = {
     "plan/test_vectors.py::test_vectors_of_fleets_are_what_their_maker_makes",
     "plan/test_wild.py",
     "reference",
+    "router",
     "session/test_catalogue.py::test_whatever_is_lost_the_list_is_right_in_the_end",
     "session/test_hostile.py::test_well_formed_nonsense_costs_nobody_else_anything",
     "session/test_product.py",

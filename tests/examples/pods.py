@@ -47,7 +47,7 @@ def start(role: str, folder: Path) -> "subprocess.Popen[str]":
     )  # fmt: skip
     (container,) = own["spec"]["template"]["spec"]["containers"]
     arguments = [each.replace("=/", f"={folder}/{role}/") for each in container["args"]]
-    arguments = [each.replace(":9400", f":{PROBES[role]}") for each in arguments]
+    arguments = [each.replace(":9400", f":{PROBES[role]}").replace("$(ORDINAL)", "0") for each in arguments]
     program = f"import sys; from kvproto_reference.commands import {role}; sys.exit({role}())"
     apart = ["unshare", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
     return subprocess.Popen([*apart, sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True)
@@ -88,10 +88,8 @@ def main(folder: Path) -> None:
         (folder / role / "run/kv").mkdir(parents=True)
     key = {role: (folder / "made" / role / "public.key").read_text().strip() for role in PROBES}
     allow = f'[[client]]\nkey = "{key["decode"]}"\nengine = "decode"\n'
-    place = "tcp://prefill-0.prefill:7100"
-    sources = f'[[source]]\nengine = "prefill"\naddress = "{place}"\nkey = "{key["prefill"]}"\n'
     for role in PROBES:
-        lists = {"allow.toml": allow, "sources.toml": sources}
+        lists = {"allow.toml": allow, "sources.keys": f"{key['prefill']}\n"}
         volume(folder / role / "etc/kvproto", folder / "made" / role, lists)
     pods, said = {role: start(role, folder) for role in PROBES}, dict[str, Any]()
     until(lambda: [ask(role, "/ready")[0] for role in PROBES] == [200, 200])

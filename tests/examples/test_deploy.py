@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvproto import Seed, Source, read_sources
+from kvproto import Source
 from kvproto.probes import Probes
-from kvproto_reference.demo.options import EngineOptions, parse
+from kvproto_reference.demo.options import EngineOptions, parse, rank_address
 from tests.door.doors import address_in, filled
 
 yaml = pytest.importorskip("yaml")
@@ -20,11 +20,7 @@ MANIFEST = Path(__file__).parents[2] / "deploy/kubernetes.yaml"
 FOUND: dict[tuple[str, str], Any] = {
     (each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(MANIFEST.read_text())
 }
-SEEDS = """[[source]]
-engine = "prefill"
-address = "tcp://prefill-0.prefill:7100"
-key = "AJGuL^3aRJm.=Z*4>K3AD+Rn?gl([[JK?G?&u/0F"
-"""
+KEY = "AJGuL^3aRJm.=Z*4>K3AD+Rn?gl([[JK?G?&u/0F"
 
 
 def pod(role: str) -> Any:
@@ -35,10 +31,13 @@ def options(role: str, folder: Path) -> EngineOptions:
     """The options of an engine, with its volumes in a folder."""
     for volume in ("run/kv", "etc/kvproto"):
         (folder / volume).mkdir(parents=True)
-    (folder / "etc/kvproto/sources.toml").write_text(SEEDS)
+    (folder / "etc/kvproto/sources.keys").write_text(f"{KEY}\n")
     (container,) = pod(role)["containers"]
     assert container["command"] == [f"kvproto-{role}"]
-    return parse(role, [argument.replace("=/", f"={folder}/") for argument in container["args"]])
+    (ordinal,) = container["env"]
+    given = [argument.replace("=/", f"={folder}/") for argument in container["args"]]
+    assert ordinal["name"] == "ORDINAL"
+    return parse(role, [argument.replace("$(ORDINAL)", "1") for argument in given])
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -58,10 +57,13 @@ def test_prefill_is_reached_by_the_name_of_its_pod(tmp_path: Path) -> None:
     assert service["selector"] == stateful["template"]["metadata"]["labels"] == stateful["selector"]["matchLabels"]
     (port,) = {each["port"] for each in service["ports"]}
     assert made.address == f"tcp://0.0.0.0:{port}"
-    assert made.advertise == f"tcp://prefill-0.{stateful['serviceName']}:{port}"
-    assert stateful["replicas"] == 1  # two pods of one name and replica would be two runs of one
-    seeds = read_sources(tmp_path / "etc/kvproto/sources.toml")
-    assert seeds == {("prefill", 0): Seed(made.advertise, seeds["prefill", 0].key)}
+    assert made.advertise is not None
+    assert rank_address(made.advertise, made.replica, 0) == f"tcp://prefill-1.{stateful['serviceName']}:{port}"
+    found = options("decode", tmp_path / "decode").found
+    assert found is not None
+    (place,) = [each for each in pod("decode")["containers"][0]["args"] if each.startswith("--sources=")]
+    assert place == f"--sources=dns:prefill=prefill-{{0-7}}.{stateful['serviceName']}:{port}"
+    assert stateful["replicas"] <= 8
     policy = FOUND["NetworkPolicy", "prefill"]["spec"]
     assert policy["podSelector"]["matchLabels"] == service["selector"]
     ((rule,),) = [policy["ingress"]]

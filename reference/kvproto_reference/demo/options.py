@@ -371,7 +371,10 @@ def _parser(role: str) -> argparse.ArgumentParser:
     add("--costs", type=Path, metavar="FILE", help="results of `kvproto probe`, which say what runs are long")
     add("--name", default=role, help=f"name of this engine (default {role})")
     if role == "prefill":
-        place = "where decode reaches rank 0, if not at --prefill: behind NAT, or if that is a wildcard"
+        place = (
+            "where decode reaches rank 0, if not at --prefill: behind NAT, or if that is a wildcard; with {replica} if"
+        )
+        place += " replicas have hosts of their own, and so the same ports"
         add("--advertise", metavar="ADDRESS", help=place)
         add("--register", metavar="etcd:URL", help="keep a row of this engine there, which `--sources` of decode reads")
         add(
@@ -644,8 +647,13 @@ def private_folder(folder: Path) -> Path:
 
 
 def rank_address(address: str, replica: int, rank: int) -> str:
-    """The address of a rank of a prefill replica: an ipc address with both appended, or a TCP port further on."""
+    """The address of a rank of a prefill replica: an ipc address with both appended, or a TCP port further on.
+
+    With "{replica}" in a TCP address each replica has a host of its own, and only ranks have ports further on.
+    """
     if address.startswith("tcp://"):
+        if "{replica}" in address:
+            address, replica = address.replace("{replica}", str(replica)), 0
         host, _, port = address.rpartition(":")
         if not port.isdigit() or not 0 < (moved := int(port) + PORTS * replica + rank) < 65536:
             raise EngineError(f"--prefill and --advertise are ipc addresses or tcp://HOST:PORT, not {address}")

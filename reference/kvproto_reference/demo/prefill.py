@@ -50,8 +50,9 @@ class PrefillProcess(EngineProcess):
 
     def __init__(self, options: EngineOptions, world: World) -> None:
         super().__init__(options, world)
-        listen = self._places(options.address)
-        outside = None if options.advertise is None else self._places(options.advertise)
+        outside = None if options.advertise is None else self._places(options.advertise, options.replica)
+        own = options.advertise is not None and "{replica}" in options.advertise
+        listen = self._places(options.address, 0 if own and options.address.startswith("tcp") else options.replica)
         self.doors = self.sources = {
             rank: Source(options.name, pool, listen, options.kvproto(), advertise=outside)
             for rank, pool in self.pools.items()
@@ -71,8 +72,8 @@ class PrefillProcess(EngineProcess):
         self._ids: dict[Request, str] = {}
         self._of: dict[TokenSequence, Job] = {}
 
-    def _places(self, address: str) -> dict[int, str]:
-        return {rank: rank_address(address, self.options.replica, rank) for rank in range(self.ranks)}
+    def _places(self, address: str, replica: int) -> dict[int, str]:
+        return {rank: rank_address(address, replica, rank) for rank in range(self.ranks)}
 
     @property
     def busy(self) -> bool:

@@ -71,6 +71,8 @@ class Request:
     """Tokens of the prompt that decode had already."""
     stats: dict[str, Any] | None = None
     error: str | None = None
+    code: str | None = None
+    """The code of kvproto's with which it ended; None for an error of the engine's own."""
     at: dict[str, float] = attrs.Factory(dict)
     """Times at which this try was asked, and the last word of each op came, by time.monotonic."""
 
@@ -356,7 +358,7 @@ class Router:
         """End a failed try at both engines, and let the request wait for another if that may help."""
         self._drop(request)
         if code not in AGAIN or request.tries == TRIES:
-            request.error = why
+            request.error, request.code = why, code
             return
         self._note(f"{request.prompt.name!r} is {'refused' if code == 'DRAINING' else 'lost'}: {code}")
         kept = Request(request.number, request.prompt, request.max_new, tries=request.tries, lost=[*request.lost, why])

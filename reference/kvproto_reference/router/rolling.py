@@ -143,9 +143,9 @@ def _trouble(plan: Plan, engines: Engines, address: str, summary: Summary) -> No
             name, number, turn = names[turn % len(names)], signal.SIGTERM, turn + 1
             summary.restarts += 1
         engines.signal(name, number)
-        _until(lambda name=name: engines.exit_status(name) is not None, engines, f"{name} ends")  # type: ignore[misc]
+        _until(lambda name=name: engines.exit_status(name) is not None, engines, f"{name} ends")
         engines.restart(name)
-        _until(lambda name=name: not _ready(address)["engines"][name], engines, f"{name} starts again")  # type: ignore[misc]
+        _until(lambda name=name: not _ready(address)["engines"][name], engines, f"{name} starts again")
 
 
 def _until(condition: Any, engines: Engines, what: str) -> None:

@@ -28,7 +28,7 @@ from ..engine.sampling import SamplingParams
 from ..errors import EngineError
 from ..tokenizer import Tokenizer
 from .balance import BalancedRouter
-from .service import Service
+from .service import Service, WrongRequest
 
 _LONGEST = 4 << 20
 """The most bytes of a request."""
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/health":
             self._json(503 if service.failure else 200, {"error": service.failure} if service.failure else {})
         elif self.path == "/ready":
-            counts = {"served": service.served, "lost": service.lost, "retried": service.retried}
+            counts = {name: getattr(service, name) for name in ("served", "lost", "retried", "under_way")}
             self._json(200 if service.open else 503, {"ready": service.open, "engines": service.why, **counts})
         else:
             self._refuse(404, "GET /v1/models, /health or /ready")
@@ -105,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
                         form.take(some)
                     self._json(200, form.whole())
         except EngineError as error:
-            self._refuse(503, str(error))
+            self._refuse(400 if isinstance(error, WrongRequest) else 503, str(error))
         except OSError:  # the client has gone, and its request with it
             self.close_connection = True
 

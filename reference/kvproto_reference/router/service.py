@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from itertools import count
 
 import attrs
@@ -22,6 +22,10 @@ _TURN = 200
 """The most milliseconds of a turn without news."""
 
 
+class WrongRequest(EngineError):
+    """An error of the request itself, such as a prompt that no pool can hold."""
+
+
 @attrs.define(eq=False)
 class Answer:
     """The tokens of one request as they come."""
@@ -31,6 +35,8 @@ class Answer:
     tokens: list[int] = attrs.Factory(list)
     """Those that were told."""
     error: str = ""
+    wrong: bool = False
+    """Whether the error is the request's own, so that no other engine would answer it."""
     over: bool = False
     tries: int = 0
 
@@ -56,9 +62,9 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="router", daemon=True)
         self._thread.start()
 
-    def ask(self, prompt: Prompt, max_new: int) -> Iterator[list[int]]:
-        """The tokens of an answer, some at a time; raises EngineError if it is lost, or there are too many requests."""
-        if self.failure or len(self._answers) >= self._most:
+    def ask(self, prompt: Prompt, max_new: int) -> Generator[list[int], None, None]:
+        """The tokens of an answer, some at a time; raises EngineError if it is lost or one too many."""
+        if self.failure or self.under_way >= self._most:
             raise EngineError(self.failure or f"{self._most} requests are under way: ask again later")
         answer = Answer(Request(next(self._numbers), prompt, max_new))
         self._inbox.put(answer)
@@ -72,7 +78,12 @@ class Service:
             self._gone.put(answer)
             os.eventfd_write(self._bell, 1)
         if answer.error:
-            raise EngineError(answer.error)
+            raise WrongRequest(answer.error) if answer.wrong else EngineError(answer.error)
+
+    @property
+    def under_way(self) -> int:
+        """The number of requests that are not over, or whose answers are still being told."""
+        return len(self._answers)
 
     def close(self) -> None:
         """End the thread; answers that are not over end with an error."""
@@ -119,6 +130,7 @@ class Service:
             self._router.cancel(request)
             self._end(answer, "a retry has begun with other tokens than those that were told")
         elif request.error is not None:
+            answer.wrong = request.code is None
             self._end(answer, request.error)
         else:
             if len(tokens) > len(told):
