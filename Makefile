@@ -6,7 +6,7 @@ CORES := $(shell nproc)
 # One more than there are cores, as tests of processes wait for each other.
 JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 1)))
 
-.PHONY: demo demo-gpu test chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test models acceptance bench fuzz wild demo-real clean
+.PHONY: deploy-test rolling demo demo-gpu test chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test models acceptance bench fuzz wild demo-real clean
 # $(VENV)/.X marks that the extras of X are installed. Each target installs only its own.
 $(VENV)/.demo: EXTRAS = torch,cli
 $(VENV)/.test: EXTRAS = torch,cli,test
@@ -46,6 +46,14 @@ demo-gpu: $(VENV)/.demo $(VENV)/.gpu
 test quick: export PYTHONDONTWRITEBYTECODE =
 
 test coverage: | $(VENV)/debian/usr/bin/etcd $(VENV)/debian/usr/bin/promtool
+
+# Files of deploy/: options, probes, alerts and panels beside what they name, and each run in namespaces that stand for pods.
+deploy-test: $(VENV)/.test | $(VENV)/debian/usr/bin/etcd $(VENV)/debian/usr/bin/promtool
+	@$(PY) -m pytest tests/examples/test_deploy.py tests/examples/test_alerts.py $(ARGS)
+
+# Every engine of four pairs is restarted under load, and one killed by -9 each minute, for ten minutes; the summary says what was lost.
+rolling: $(VENV)/.demo
+	@$(PY) -m kvproto_reference.router.rolling $(ARGS)
 
 test: $(VENV)/.test
 	@$(PY) -m pytest -n $(JOBS) $(ARGS)

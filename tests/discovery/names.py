@@ -4,7 +4,6 @@ It prints what became of each step as JSON. The resolver is that of the C librar
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import socket
@@ -18,8 +17,8 @@ import kvproto
 from kvproto_discovery import read_found
 from tests.discovery.members import hand_over, until
 from tests.door.doors import GEOMETRY, PAGES, filled
+from tests.examples.pods import mount
 
-_BIND, _PRIVATE, _RECURSIVE = 1 << 12, 1 << 18, 1 << 14
 _A, _AAAA = 1, 28
 NAME = "prefill-0.prefill"
 OPTIONS = kvproto.Options(insecure=True, transports=["inline"])
@@ -61,12 +60,7 @@ def resolve_here(folder: Path) -> None:
     """Have this mount namespace ask the server."""
     (folder / "resolv.conf").write_text("nameserver 127.0.0.53\noptions timeout:1 attempts:1\n")
     (folder / "nsswitch.conf").write_text("hosts: dns\n")
-    libc = ctypes.CDLL(None, use_errno=True)
-    failed = libc.mount(b"none", b"/", None, _PRIVATE | _RECURSIVE, None)
-    for name in ("resolv.conf", "nsswitch.conf"):
-        failed = failed or libc.mount(bytes(folder / name), f"/etc/{name}".encode(), None, _BIND, None)
-    if failed:
-        raise OSError(ctypes.get_errno(), "mount")
+    mount(folder, "resolv.conf", "nsswitch.conf")
 
 
 def main(folder: Path) -> None:

@@ -27,6 +27,16 @@ PROBES = {"prefill": 9400, "decode": 9401}
 _BIND, _PRIVATE, _RECURSIVE = 1 << 12, 1 << 18, 1 << 14
 
 
+def mount(folder: Path, *names: str) -> None:
+    """Put files of a folder in the place of those in /etc, for this mount namespace alone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.mount(b"none", b"/", None, _PRIVATE | _RECURSIVE, None)
+    for name in names:
+        failed = failed or libc.mount(bytes(folder / name), f"/etc/{name}".encode(), None, _BIND, None)
+    if failed:
+        raise OSError(ctypes.get_errno(), "mount")
+
+
 def volume(folder: Path, made: Path, lists: dict[str, str]) -> None:
     """Keys and lists as kubelet projects them: links to a folder that it replaces as a whole, in a sticky directory."""
     inner = folder / "..2026"
@@ -76,12 +86,7 @@ def main(folder: Path) -> None:
     """Start both, end prefill by SIGTERM, then decode."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     (folder / "hosts").write_text("127.0.0.1 localhost prefill-0.prefill\n")
-    libc = ctypes.CDLL(None, use_errno=True)
-    if (
-        libc.mount(b"none", b"/", None, _PRIVATE | _RECURSIVE, None)
-        or libc.mount(bytes(folder / "hosts"), b"/etc/hosts", None, _BIND, None)
-    ):  # fmt: skip
-        raise OSError(ctypes.get_errno(), "mount")
+    mount(folder, "hosts")
     for role in PROBES:
         if command(["keygen", str(folder / "made" / role)]):
             raise RuntimeError("keygen")

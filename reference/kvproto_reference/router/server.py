@@ -229,7 +229,8 @@ class _Form:
         return self._head | {"object": kind, "choices": choices, "usage": used}
 
 
-def _parser() -> argparse.ArgumentParser:
+def router_parser() -> argparse.ArgumentParser:
+    """The command line of `kvproto-router`."""
     parser = argparse.ArgumentParser(prog="kvproto-router", description="Router of kvproto's reference engines.")
     add = parser.add_argument
     add("--dir", type=Path, required=True, help="private directory that the engines use too")
@@ -244,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
-    args = _parser().parse_args(argv)
+    args = router_parser().parse_args(argv)
     host, _, port = args.http.rpartition(":")
     try:
         if not host or not port.isdecimal() or args.prefill < 1 or args.decode < 1:

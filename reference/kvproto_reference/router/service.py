@@ -33,7 +33,7 @@ class Answer:
     request: Request
     news: queue.SimpleQueue[list[int]] = attrs.Factory(queue.SimpleQueue)
     tokens: list[int] = attrs.Factory(list)
-    """Those that were told."""
+    """Tokens that were told."""
     error: str = ""
     wrong: bool = False
     """Whether the error is the request's own, so that no other engine would answer it."""
