@@ -101,7 +101,7 @@ static void welcome(Session *session, const Node *map) {
     const Node *version = &map->items[field_index(&LAYOUTS[L_Welcome], "version")], *limits = &map->items[field_index(&LAYOUTS[L_Welcome], "limits")];
     if (number(L_Version, version, "major") != MAJOR || number(L_Version, version, "minor") > MINOR) deny("FEATURE_MISSING", "version", "1.0", "another");
     if (!is(&engine, session->source->name)) deny("WRONG_PEER", "engine", session->source->name, "another");
-    uint64_t rank = number(L_Welcome, map, "rank"), run = number(L_Welcome, map, "incarnation");
+    uint64_t rank = number(L_Welcome, map, "rank");
     if (session->rank != UINT64_MAX && session->rank != rank) deny("WRONG_PEER", "rank", "that of the endpoint", "another");
     bool inlined = false;
     for (size_t i = 0; i < features.count; i++) {
