@@ -6,7 +6,7 @@ CORES := $(shell nproc)
 # Two more than there are cores, as tests of processes wait for each other.
 JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 2)))
 
-.PHONY: demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test models acceptance bench fuzz wild demo-real clean
+.PHONY: deploy-test rolling demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test models acceptance bench fuzz wild demo-real clean
 # $(VENV)/.X marks that the extras of X are installed. Each target installs only its own.
 $(VENV)/.demo: EXTRAS = torch,cli
 $(VENV)/.test: EXTRAS = torch,cli,test
@@ -29,6 +29,13 @@ $(VENV)/.%: pyproject.toml constraints.txt
 $(VENV)/smollm2/config.json: | $(VENV)/.demo $(VENV)/.real
 	@$(PY) -m kvproto_reference.smollm2 $(VENV)/smollm2
 
+# Programs of Debian that tests run, out of their packages alone: nothing is installed, and no service starts.
+$(VENV)/debian/usr/bin/%:
+	@command -v $(@F) > /dev/null || { mkdir -p $(VENV)/debian && cd $(VENV)/debian && echo "fetching $(PACKAGE)" && \
+	  apt-get download -qq $(PACKAGE) 2> /dev/null && dpkg -x $(PACKAGE)_*.deb .; } || true
+$(VENV)/debian/usr/bin/etcd: PACKAGE = etcd-server
+$(VENV)/debian/usr/bin/promtool: PACKAGE = prometheus
+
 demo: $(VENV)/.demo $(if $(findstring --real,$(ARGS)),$(VENV)/smollm2/config.json)
 	@$(PY) -m kvproto_reference.demo $(ARGS)
 
@@ -37,6 +44,16 @@ demo-gpu: $(VENV)/.demo $(VENV)/.gpu
 
 # Keep bytecode even if the environment says not to: otherwise each worker and each process of a test compiles everything.
 test test-thorough quick: export PYTHONDONTWRITEBYTECODE =
+
+test coverage: | $(VENV)/debian/usr/bin/etcd $(VENV)/debian/usr/bin/promtool
+
+# Files of deploy/: options, probes, alerts and panels beside what they name, and each run in namespaces that stand for pods.
+deploy-test: $(VENV)/.test | $(VENV)/debian/usr/bin/etcd $(VENV)/debian/usr/bin/promtool
+	@$(PY) -m pytest tests/examples/test_deploy.py tests/examples/test_alerts.py $(ARGS)
+
+# Every engine of four pairs is restarted under load, and one killed by -9 each minute, for ten minutes; the summary says what was lost.
+rolling: $(VENV)/.demo
+	@$(PY) -m kvproto_reference.router.rolling $(ARGS)
 
 test: $(VENV)/.test
 	@$(PY) -m pytest -n $(JOBS) -m "not thorough" $(ARGS)

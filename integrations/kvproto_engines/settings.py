@@ -14,8 +14,10 @@ import attrs
 from kvproto import LocalError, Options, Seed, Sink, Source, Ticket, read_sources
 from kvproto.errors import ErrorCode
 from kvproto.probes import Probes
+from kvproto_discovery import FoundSources, Registration, read_found
+from kvproto_discovery.places import SCHEMES, etcd_of
 
-__all__ = ["Places", "checked", "kept", "of_environment", "of_replica", "probes_of", "refuse"]
+__all__ = ["Places", "Presence", "checked", "kept", "of_environment", "of_replica", "probes_of", "refuse"]
 
 _PLACE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s]*):(\d{1,5})")
 REPLICA = 256
@@ -53,7 +55,12 @@ def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool,
         made["options"] = Options(**{**usual, **made.get("options", {})})
     except TypeError as error:
         raise refuse(where, "options", "names of kvproto.Options", str(error), "correct it") from None
-    made["sources"] = _sources(where, made.get("sources", {}))
+    made["sources"] = _sources(where, made.get("sources", {}), made.get("source_keys"))
+    if made.get("register") is not None:
+        try:
+            made["register"] = etcd_of(str(made["register"]))
+        except LocalError as error:
+            raise error.at(f"{where}.register") from None
     return made
 
 
@@ -86,8 +93,39 @@ def probes_of(place: str | None, replica: int, *ranks: Source | Sink) -> Probes 
     return Probes(f"{host}:{int(port) + REPLICA * replica + ranks[0].pool.rank}", *ranks)
 
 
-def _sources(where: str, given: Any) -> dict[tuple[str, int], Seed]:
-    """By engine and replica; an address, or a mapping with its key."""
+class Presence:
+    """The probes of a rank, its row in a directory, and the sources that it follows there, until `close`."""
+
+    def __init__(self, settings: Any, replica: int, replicas: int, source: Source | None, sink: Sink | None) -> None:
+        """As the settings of an adapter ask for them; `replicas` share the engine's name. Raises LocalError."""
+        found, doors = settings.sources, [door for door in (source, sink) if door is not None]
+        self._made: list[Probes | Registration | FoundSources] = []
+        if isinstance(found, FoundSources) and sink is not None:
+            found.follow(sink)
+            self._made.append(found)
+        if settings.register is not None and source is not None:
+            self._made.append(Registration(settings.register, source, replicas))
+        if (probes := probes_of(settings.probes, replica, *doors)) is not None:
+            self._made.append(probes)
+
+    def close(self) -> None:
+        """Leave the directory, and answer no probes; the rank stays open."""
+        for made in self._made:
+            made.close()
+
+
+def _sources(where: str, given: Any, keys: Any) -> Mapping[tuple[str, int], Seed]:
+    """By engine and replica; an address, or a mapping with its key; or found in a directory, with one of these keys."""
+    if isinstance(given, str) and given.startswith(SCHEMES):
+        try:
+            return read_found(given, keys)
+        except LocalError as error:
+            raise error.at(
+                f"{where}.source_keys" if error.path.startswith("source_keys") else f"{where}.sources"
+            ) from None
+    if keys is not None:
+        advice = "state each key beside its address, or let DNS or etcd name the sources"
+        raise refuse(where, "source_keys", "sources that a directory names", repr(given), advice)
     if isinstance(given, str):
         return dict(read_sources(given))
     if not isinstance(given, Mapping):

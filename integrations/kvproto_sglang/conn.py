@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_lora, get_parallel
 from kvproto import KvprotoError, Sink, Source
 from kvproto_engines import described, told
 from kvproto_engines.gpu import Gpu
-from kvproto_engines.settings import probes_of
+from kvproto_engines.settings import Presence
 from kvproto_sglang import metadata
 from kvproto_sglang.engine import Engine, Layout, Opened, open_pool, scales_of
 from kvproto_sglang.holding import Holding
@@ -87,9 +87,7 @@ class Manager(base.BaseKVManager):
             self.source = Source(settings.name, self.opened.pool, listen, settings.options, advertise=outside)
         else:
             self.sink = Sink(settings.name, self.opened.pool, dict(settings.sources), settings.options)
-        self.probes = probes_of(
-            settings.probes, self.layout.replica, *[each for each in (self.source, self.sink) if each]
-        )
+        self.presence = Presence(settings, self.layout.replica, self.layout.replicas, self.source, self.sink)
 
     def _engine(self, queue: Any) -> Engine:
         """SGLang's objects for the target and for its draft."""

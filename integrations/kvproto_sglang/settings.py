@@ -9,6 +9,7 @@ import attrs
 
 from kvproto import LocalError, Options, Seed, Ticket
 from kvproto.errors import ErrorCode
+from kvproto_discovery import Etcd, FoundSources
 from kvproto_engines.settings import Places, checked, kept, of_environment, of_replica, refuse
 from kvproto_sglang.metadata import SETS
 from kvproto_sglang.tickets import DEADLINE, Asked, ticket_of
@@ -32,7 +33,10 @@ class Settings:
         listen: Prefill: where each rank listens, with "{rank}" where ranks differ, and "{replica}" where those do; or a
             mapping by rank.
         advertise: Prefill: likewise, where decode engines reach the ranks if they do not at `listen`.
-        sources: Decode: where the prefill engines listen, by name (replica 0) or "name/replica", or a file of them.
+        sources: Decode: where the prefill engines listen, by name (replica 0) or "name/replica", or a file of them; or
+            "dns:..." or "etcd:...", as `kvproto_discovery.directory_of` reads it.
+        source_keys: Decode, with these: a file of the public keys that sources may have, one a line.
+        register: Prefill: "etcd:...", in which each rank keeps a row of its own for as long as it takes requests.
         options: What `kvproto.Options` takes; `ticket_wait` is 60 s where it does not say otherwise, as SGLang reads a
             prompt's own request between steps.
         deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its room.
@@ -48,6 +52,8 @@ class Settings:
     listen: Places | None = None
     advertise: Places | None = None
     sources: Mapping[tuple[str, int], Seed] = {}
+    source_keys: str | None = None
+    register: Etcd | None = None
     options: Options = attrs.field(factory=Options)
     deadline: float = DEADLINE
     metadata: str = "all"
@@ -108,6 +114,8 @@ class Settings:
 
     def replicas(self, name: str) -> int:
         """Of a prefill engine."""
+        if isinstance(self.sources, FoundSources):
+            return self.sources.replicas(name)
         return max((replica + 1 for known, replica in self.sources if known == name), default=1)
 
 

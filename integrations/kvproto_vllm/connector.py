@@ -14,13 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 
 from kvproto import Sink, Source
-from kvproto.probes import Probes
 from kvproto_engines import described, told
 from kvproto_engines.loading import Loading
 from kvproto_engines.memory import only_context
 from kvproto_engines.orders import Orders
 from kvproto_engines.sending import Sending, Unread
-from kvproto_engines.settings import of_replica, probes_of
+from kvproto_engines.settings import Presence, of_replica
 from kvproto_vllm.engine import Opened, open_pool
 from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
 from kvproto_vllm.scheduling import Scheduling
@@ -75,7 +74,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._replica = vllm_config.parallel_config.data_parallel_index
         self._sending: Sending | None = None
         self._loading: Loading | None = None
-        self._probes: Probes | None = None
+        self._presence: Presence | None = None
         groups = {type(spec).__name__ for each in kv_cache_config.kv_cache_groups for spec in specs_of(each).values()}
         kinds = bool(groups & {*WINDOWS}), bool(groups & {STATE, RING})  # a ring has lost what a token more overwrites
         early, workers = (
@@ -155,6 +154,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if opened is None:
             return
         told.follow(logger)
+        source: Source | None = None
         if self._roles[0]:
             listen, outside = (of_replica(each, self._replica) for each in (settings.listen, settings.advertise))
             source = Source(settings.name, opened.pool, listen or "", settings.options, advertise=outside)
@@ -162,8 +162,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         sink = Sink(settings.name, opened.pool, dict(settings.sources), settings.options) if self._roles[1] else None
         whole = self._vllm_config.cache_config.enable_prefix_caching
         self._loading = Loading(sink, opened.tables, logger, whole)
-        doors = [self._sending.source] if self._sending is not None else []
-        self._probes = probes_of(settings.probes, self._replica, *doors, *([sink] if sink is not None else []))
+        replicas = self._vllm_config.parallel_config.data_parallel_size
+        self._presence = Presence(settings, self._replica, replicas, source, sink)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         self.register_kv_caches(layers_of(kv_cache, attn_backend, self._kv_cache_config))
@@ -220,8 +220,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return _WorkerMetadata(taken, unread) if taken or any(unread) else None
 
     def shutdown(self) -> None:
-        if self._probes is not None:
-            self._probes.close()
+        if self._presence is not None:
+            self._presence.close()
         if self._loading is not None and self._loading.sink is not None:
             self._loading.sink.close()
         if self._sending is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from kvproto import Options, Seed
+from kvproto_discovery import Etcd
 from kvproto_engines.settings import Places, checked, refuse
 
 __all__ = ["WHERE", "Settings"]
@@ -24,7 +25,10 @@ class Settings:
         listen: Prefill: where each rank listens, with "{rank}" where ranks differ and "{replica}" where replicas do; or
             a mapping by rank.
         advertise: Prefill: likewise, where decode engines reach the ranks if they do not at `listen`.
-        sources: Decode: where the prefill engines listen, by name (replica 0) or "name/replica", or a file of them.
+        sources: Decode: where the prefill engines listen, by name (replica 0) or "name/replica", or a file of them; or
+            "dns:..." or "etcd:...", as `kvproto_discovery.directory_of` reads it.
+        source_keys: Decode, with these: a file of the public keys that sources may have, one a line.
+        register: Prefill: "etcd:...", in which each rank keeps a row of its own for as long as it takes requests.
         options: What `kvproto.Options` takes.
         deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its ticket.
         probes: HOST:PORT of the probes of rank 0 of replica 0; rank r of replica n has the port 256 n + r further on.
@@ -38,6 +42,8 @@ class Settings:
     listen: Places = ""
     advertise: Places | None = None
     sources: Mapping[tuple[str, int], Seed] = {}
+    source_keys: str | None = None
+    register: Etcd | None = None
     options: Options = attrs.field(factory=Options)
     deadline: float = 60.0
     probes: str | None = None

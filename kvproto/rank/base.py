@@ -112,8 +112,10 @@ class EngineRank(Closing):
 
     _node: RankNode
 
-    def __init__(self, name: str, pool: Pool, node: RankNode, options: Options) -> None:
+    def __init__(self, name: str, pool: Pool, node: RankNode, options: Options, incarnation: int) -> None:
         self.name, self.pool, self.options = name, pool, options
+        self.incarnation = incarnation
+        """The number of this run, greater than those of earlier runs of the rank (KVP-SES-SUPERSEDE)."""
         self._handles_lock = threading.Lock()
         self._draining = False
         self._events: deque[Event] = deque(maxlen=_KEPT)
@@ -247,9 +249,19 @@ class EngineRank(Closing):
         """On the node: refuse new requests of peers."""
 
     @property
+    def draining(self) -> bool:
+        """Whether `drain` was called."""
+        return self._draining
+
+    @property
+    def in_flight(self) -> int:
+        """The number of requests (Source) or fetches (Sink) that are not over."""
+        return sum(not handle.done for handle in list(self._handles()))
+
+    @property
     def drained(self) -> bool:
         """Whether it is draining and every request has ended, so that `close` interrupts nothing."""
-        return self._draining and all(handle.done for handle in list(self._handles()))
+        return self._draining and not self.in_flight
 
     def _check_draining(self) -> None:
         if self._draining:
@@ -300,7 +312,7 @@ class EngineRank(Closing):
         """On the node: each gauge's metric, the values of its labels, and its value now."""
         census = self._node.census()
         yield "kvproto_build_info", (__version__, tables.SPEC), 1
-        yield "kvproto_in_flight", (), sum(not handle.done for handle in list(self._handles()))
+        yield "kvproto_in_flight", (), self.in_flight
         yield "kvproto_draining", (), int(self._draining)
         yield "kvproto_peers", (), census.peers
         yield "kvproto_suspects", (), census.suspects

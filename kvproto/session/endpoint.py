@@ -50,8 +50,6 @@ class Endpoint:
         self.out: list[tuple[Hashable, bytes]] = []
         """Frames to send, in order, each with its connection."""
         self.plans = Plans()
-        self.runs: dict[tuple[str, int, int], int] = {}
-        """The greatest incarnation met so far, by engine, replica and rank."""
         self.name_of: Callable[[Hashable], str] = lambda conn: "(unknown peer)"
         """The peer of a connection without a session, for display."""
         self.advice: Callable[[str], str] = lambda address: "check that it runs at this address"

@@ -147,7 +147,6 @@ class SinkSession(Session):
         except RemoteError as error:
             self.give_up(error)
             return
-        self.host.runs[message.engine, message.replica, message.rank] = message.incarnation
         self._met(Party(message.engine, message.replica, message.rank, message.incarnation))
         self.features, self.limits, self.minor = tuple(message.features), message.limits, message.version.minor
         self.endpoints = {e.rank: e.address for e in message.endpoints}
@@ -179,23 +178,21 @@ class SinkSession(Session):
         """Raise the first fault of a Welcome, by ascending field id.
 
         FEATURE_MISSING for what was not offered, or is needed (KVP-NEG-CHECK); WRONG_PEER if another engine, rank or
-        replica than the expected one listens at the address; SUPERSEDED if a later run of this rank has answered before
-        (KVP-SES-OLDER).
+        replica than the expected one listens at the address. Incarnations are not compared: a run whose clock
+        was ahead keeps no later one out (KVP-SES-OLDER).
         """
         check_version(self._terms, message)
         engine, replica = self._replica or (message.engine, message.replica)
         rank = message.rank if self._rank is None else self._rank
-        held, there = self.host.runs.get((engine, replica, rank), 0), f"listens at {self.conn}"
-        correct, peer = f"another {there}: correct the address", ErrorCode.WRONG_PEER
+        correct = f"another listens at {self.conn}: correct the address"
         rows = (
-            (message.engine != engine, peer, "engine", engine, correct),
-            (message.incarnation < held, ErrorCode.SUPERSEDED, "incarnation", held, f"an earlier run {there}: end it"),
-            (message.rank != rank, peer, "rank", rank, "correct `endpoints`"),
-            (message.replica != replica, peer, "replica", replica, correct),
+            ("engine", engine, correct),
+            ("rank", rank, "correct `endpoints`"),
+            ("replica", replica, correct),
         )
-        for wrong, code, path, mine, advice in rows:
-            if wrong:
-                raise RemoteError(code, path, str(mine), str(getattr(message, path)), advice)
+        for path, mine, advice in rows:
+            if (yours := getattr(message, path)) != mine:
+                raise RemoteError(ErrorCode.WRONG_PEER, path, str(mine), str(yours), advice)
         check_features(self._terms, message)
 
     def reachable(self, endpoints: tuple[m.Endpoint, ...] | None) -> None:

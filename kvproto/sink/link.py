@@ -48,8 +48,6 @@ class LinkContext:
     """Seconds that a source waits for the prompt of a ticket; None: what `limits` says."""
     timers: Timers = attrs.Factory(Timers)
     verification: Verification = attrs.Factory(Verification)
-    runs: dict[tuple[str, int, int], int] = attrs.Factory(dict)
-    """The latest incarnation of each source rank that any link has met."""
     unreached: Counter[tuple[str, int]] = attrs.Factory(Counter)
     """By source replica, fetches in a row that were lost because it cannot write this side's memory."""
 
@@ -90,7 +88,6 @@ class SourceLink:
             timers=context.timers,
         )
         self.endpoint.plans.defer = prepared(context.background, lambda: self._pools.current, self.needs_turn)
-        self.endpoint.runs = context.runs
         self._puller = Puller(self.endpoint, context.readers)
         self._pools = RegisteredPools(self.endpoint, context, lent)
         self.endpoint.dial(time.monotonic())

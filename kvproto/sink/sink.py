@@ -41,6 +41,8 @@ class Sink(EngineRank):
         self._fetches: dict[Fetch, None] = {}
         """Fetches whose pages may still be written."""
         self._sources: set[tuple[str, int]] = set()
+        self._leaving: set[tuple[str, int]] = set()
+        """Sources to be disconnected once no fetch from them is under way; used on the node."""
         self._last = 0
         chosen, party = options_of(options), party_of(name, pool)
         advice = 'such as {"prefill": "ipc:///run/kv/prefill-0"}'
@@ -50,7 +52,7 @@ class Sink(EngineRank):
         for _, key, seed in named:
             check_seed(f'sources["{key}"]' if isinstance(key, str) else f"sources[{key!r}]", seed, chosen)
         self._node = SinkNode(party, pool, dialer_of(chosen), chosen, transports_of(chosen, pool))
-        super().__init__(name, pool, self._node, chosen)
+        super().__init__(name, pool, self._node, chosen, party.incarnation)
         self._start()
         for (engine, replica), _, seed in named:
             self.connect(engine, replica, address=seed.address, key=seed.key)
@@ -64,13 +66,33 @@ class Sink(EngineRank):
         source = _replica((engine, replica))
         server = check_seed("address", Seed(address, key), self.options)
         self._sources.add(source)
-        self._driver.post(lambda: self._node.connect(source, address, server))
 
-    def disconnect(self, engine: str, replica: int = 0) -> None:
-        """Say Goodbye to a source replica; fetches under way from it are lost."""
+        def connect() -> None:
+            self._leaving.discard(source)
+            self._node.connect(source, address, server)
+
+        self._driver.post(connect)
+
+    def disconnect(self, engine: str, replica: int = 0, *, idle: bool = False) -> None:
+        """Say Goodbye to a source replica, which gets no new fetches from now on.
+
+        Fetches under way from it are lost; with `idle`, Goodbye waits until none is left.
+        """
         source = _replica((engine, replica))
         self._sources.discard(source)
-        self._driver.post(lambda: self._node.disconnect(source, "disconnected"))
+
+        def leave() -> None:
+            self._leaving.add(source)
+            self._leave(source, idle)
+
+        self._driver.post(leave)
+
+    def _leave(self, source: tuple[str, int], idle: bool = True) -> None:
+        """On the node: disconnect a source that is to be left, unless a fetch from it is still under way."""
+        under_way = idle and any(source == (f.ticket.engine, f.ticket.replica) for f in list(self._fetches))
+        if source in self._leaving and not under_way:
+            self._leaving.discard(source)
+            self._node.disconnect(source, "disconnected")
 
     def fetch(
         self,
@@ -186,8 +208,10 @@ class Sink(EngineRank):
     def unready(self) -> str:
         """The reason that this rank should be sent no requests, such as no ready source; empty if it may be."""
         reasons = self.sources
-        if (why := super().unready) or not self.options.eager or not reasons or not all(reasons.values()):
+        if (why := super().unready) or not self.options.eager or not all(reasons.values()):
             return why
+        if not reasons:
+            return "it is connected to no source"
         return "; ".join(f"{engine}/{replica}: {reason}" for (engine, replica), reason in sorted(reasons.items()))
 
     def move(self, pool: Pool) -> Withdrawal:
@@ -211,6 +235,9 @@ class Sink(EngineRank):
     def _forget(self, event: Event) -> None:
         if isinstance(event, Arrived | PagesFree) or (isinstance(event, Lost) and event.pages_free):
             self._fetches.pop(event.fetch, None)
+            ticket = event.fetch.ticket
+            if (source := (ticket.engine, ticket.replica)) in self._leaving:
+                self._driver.leave(lambda: self._leave(source), lambda error: None)
 
     def close(self, reason: str = "closed") -> None:
         """Say Goodbye to all sources and end what is under way; open handles end with LocalError(ABORTED).

@@ -65,11 +65,16 @@ class Source(EngineRank):
         endpoints[pool.rank] = self._address
         try:
             self._node = SourceNode(party, pool, listener, endpoints, chosen, transports_of(chosen, pool))
-            super().__init__(name, pool, self._node, chosen)
+            super().__init__(name, pool, self._node, chosen, party.incarnation)
             self._start()
         except BaseException:
             listener.close()
             raise
+
+    @property
+    def address(self) -> str:
+        """The address at which sinks reach this rank, with the port that the system chose if it was 0."""
+        return self._address
 
     def request(self, ticket: Ticket, prompt: Prompt, on_free: Callable[[Request], object] | None = None) -> Request:
         """Accept a request: answer sinks with its ticket from now on, and serve them once it is computed.

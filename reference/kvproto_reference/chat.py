@@ -35,8 +35,11 @@ class ChatTemplate:
 
     def prompt(self, said: str) -> str:
         """A conversation with one turn of the user's, up to where the answer begins."""
-        turn = {"role": "user", "content": said}
+        return self.conversation([{"role": "user", "content": said}])
+
+    def conversation(self, turns: list[dict[str, str]]) -> str:
+        """A conversation of any turns, up to where the next answer begins; raises EngineError."""
         try:
-            return self._template.render(messages=[turn], add_generation_prompt=True, **self._words)
+            return self._template.render(messages=turns, add_generation_prompt=True, **self._words)
         except TemplateError as error:
-            raise EngineError(f"the chat template refuses a user's turn: {error}") from error
+            raise EngineError(f"the chat template refuses the conversation: {error}") from error

@@ -19,9 +19,14 @@ def encode() -> int:
     return _run("encode")
 
 
-def _run(role: str) -> int:
+def router() -> int:
+    """`kvproto-router`."""
+    return _run("server", "router")
+
+
+def _run(role: str, package: str = "demo") -> int:
     try:
-        module = importlib.import_module(f"kvproto_reference.demo.{role}")
+        module = importlib.import_module(f"kvproto_reference.{package}.{role}")
     except ModuleNotFoundError as error:
         print(f"error: {error.name} is missing; pip install 'kvproto[torch,cli]'", file=sys.stderr)
         return 1

@@ -24,6 +24,7 @@ from kvproto_reference.demo.router import Router
 from kvproto_reference.engine.description import STATES, WINDOW
 from kvproto_reference.errors import EngineError
 from tests.demo.test_demo import TEXT, demo, report
+from tests.discovery.members import running
 from tests.processes import Command
 
 COMMANDS = {"prefill": prefill, "decode": decode}
@@ -94,6 +95,27 @@ def test_a_misfit_is_refused_by_name_and_the_next_is_served(
         assert report(result)["identical"]
     source.process.terminate()
     assert "prefill rank 0 refused decode rank 0: IDENTITY_MISMATCH" in source.wait().said
+
+
+def test_engines_find_each_other_in_etcd(start: Start, folder: Path, tmp_path: Path) -> None:
+    """At whatever port prefill is, also after it was killed and has started elsewhere."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(TEXT)
+    with running(tmp_path / "etcd") as member:
+        start("decode", "--dir", folder, "--sources", member.place, "--insecure", "--transport", "inline")
+        for _ in range(2):
+            place = f"tcp://127.0.0.1:{free_port()}"
+            prefill = start(
+                "prefill", "--dir", folder, "--register", member.place, "--prefill", place, "--insecure",
+                "--transport", "inline",
+            )  # fmt: skip
+            wait_ready(folder, "prefill-0")
+            result = demo("--attach", folder, "--prompt-file", prompts, "--json", "--max-new", "8")
+            assert result.status == 0, result.said
+            assert report(result)["identical"]
+            assert member.etcd.rows()[0]["prefill", 0].address == place
+            prefill.process.kill()
+            prefill.process.join()
 
 
 def test_engines_answer_probes(start: Start, folder: Path) -> None:

@@ -197,3 +197,37 @@ def test_a_session_says_its_version_features_and_transports(
         (connected,) = [event for event in events if isinstance(event, Connected)]
     assert (connected.version, connected.transports) == ("1.0", transports)
     assert feature in connected.features
+
+
+def test_a_source_that_is_left_when_idle_serves_what_is_under_way(tmp_path: Path) -> None:
+    """It gets nothing new; Goodbye comes after the last fetch."""
+    with two(tmp_path, STEPPED) as both:
+        both.until(lambda: both.sink.ready)
+        request, fetch = both.asked([9, 0, 5])
+        both.sink.disconnect("prefill", idle=True)
+        both.turn(20)
+        assert both.sink.ready == {PREFILL}
+        with pytest.raises(LocalError, match="WRONG_PEER"):
+            both.sink.fetch(kvproto.new_ticket("prefill"), PROMPT, {"kv": [1, 2, 3]})
+        request.finish({"kv": [3, 1, 2]})
+        both.ends(fetch)
+        both.until(lambda: not both.sink.ready and not both.sink.sources)
+
+
+def test_a_source_that_is_connected_again_is_not_left(tmp_path: Path) -> None:
+    with two(tmp_path, STEPPED) as both:
+        both.until(lambda: both.sink.ready)
+        request, fetch = both.asked([9, 0, 5])
+        both.sink.disconnect("prefill", idle=True)
+        both.sink.connect("prefill", address=address_in(tmp_path))
+        request.finish({"kv": [3, 1, 2]})
+        both.ends(fetch)
+        both.turn(20)
+        assert both.sink.ready == {PREFILL}
+
+
+def test_a_sink_without_any_source_is_not_ready(tmp_path: Path) -> None:
+    with kvproto.Sink("decode", filled(), None, STEPPED) as sink:
+        assert sink.unready == "it is connected to no source"
+    with kvproto.Sink("decode", filled(), None, Options(thread=False, eager=False)) as sink:
+        assert not sink.unready

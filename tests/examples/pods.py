@@ -27,6 +27,16 @@ PROBES = {"prefill": 9400, "decode": 9401}
 _BIND, _PRIVATE, _RECURSIVE = 1 << 12, 1 << 18, 1 << 14
 
 
+def mount(folder: Path, *names: str) -> None:
+    """Put files of a folder in the place of those in /etc, for this mount namespace alone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.mount(b"none", b"/", None, _PRIVATE | _RECURSIVE, None)
+    for name in names:
+        failed = failed or libc.mount(bytes(folder / name), f"/etc/{name}".encode(), None, _BIND, None)
+    if failed:
+        raise OSError(ctypes.get_errno(), "mount")
+
+
 def volume(folder: Path, made: Path, lists: dict[str, str]) -> None:
     """Keys and lists as kubelet projects them: links to a folder that it replaces as a whole, in a sticky directory."""
     inner = folder / "..2026"
@@ -47,7 +57,7 @@ def start(role: str, folder: Path) -> "subprocess.Popen[str]":
     )  # fmt: skip
     (container,) = own["spec"]["template"]["spec"]["containers"]
     arguments = [each.replace("=/", f"={folder}/{role}/") for each in container["args"]]
-    arguments = [each.replace(":9400", f":{PROBES[role]}") for each in arguments]
+    arguments = [each.replace(":9400", f":{PROBES[role]}").replace("$(ORDINAL)", "0") for each in arguments]
     program = f"import sys; from kvproto_reference.commands import {role}; sys.exit({role}())"
     apart = ["unshare", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
     return subprocess.Popen([*apart, sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True)
@@ -76,22 +86,15 @@ def main(folder: Path) -> None:
     """Start both, end prefill by SIGTERM, then decode."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     (folder / "hosts").write_text("127.0.0.1 localhost prefill-0.prefill\n")
-    libc = ctypes.CDLL(None, use_errno=True)
-    if (
-        libc.mount(b"none", b"/", None, _PRIVATE | _RECURSIVE, None)
-        or libc.mount(bytes(folder / "hosts"), b"/etc/hosts", None, _BIND, None)
-    ):  # fmt: skip
-        raise OSError(ctypes.get_errno(), "mount")
+    mount(folder, "hosts")
     for role in PROBES:
         if command(["keygen", str(folder / "made" / role)]):
             raise RuntimeError("keygen")
         (folder / role / "run/kv").mkdir(parents=True)
     key = {role: (folder / "made" / role / "public.key").read_text().strip() for role in PROBES}
     allow = f'[[client]]\nkey = "{key["decode"]}"\nengine = "decode"\n'
-    place = "tcp://prefill-0.prefill:7100"
-    sources = f'[[source]]\nengine = "prefill"\naddress = "{place}"\nkey = "{key["prefill"]}"\n'
     for role in PROBES:
-        lists = {"allow.toml": allow, "sources.toml": sources}
+        lists = {"allow.toml": allow, "sources.keys": f"{key['prefill']}\n"}
         volume(folder / role / "etc/kvproto", folder / "made" / role, lists)
     pods, said = {role: start(role, folder) for role in PROBES}, dict[str, Any]()
     until(lambda: [ask(role, "/ready")[0] for role in PROBES] == [200, 200])

@@ -1,7 +1,8 @@
-"""deploy/kubernetes.yaml beside the software that it starts: options, addresses, probes, times."""
+"""Files of deploy/ beside the software that they start: options, addresses, probes, times."""
 
 import http.client
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,21 +11,19 @@ from typing import Any
 
 import pytest
 
-from kvproto import Seed, Source, read_sources
+from kvproto import Source
 from kvproto.probes import Probes
-from kvproto_reference.demo.options import EngineOptions, parse
+from kvproto_reference.demo.options import EngineOptions, parse, rank_address
+from kvproto_reference.router.server import router_parser
 from tests.door.doors import address_in, filled
 
 yaml = pytest.importorskip("yaml")
-MANIFEST = Path(__file__).parents[2] / "deploy/kubernetes.yaml"
+DEPLOY = Path(__file__).parents[2] / "deploy"
+MANIFEST, UNITS = DEPLOY / "kubernetes.yaml", DEPLOY / "systemd"
 FOUND: dict[tuple[str, str], Any] = {
     (each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(MANIFEST.read_text())
 }
-SEEDS = """[[source]]
-engine = "prefill"
-address = "tcp://prefill-0.prefill:7100"
-key = "AJGuL^3aRJm.=Z*4>K3AD+Rn?gl([[JK?G?&u/0F"
-"""
+KEY = "AJGuL^3aRJm.=Z*4>K3AD+Rn?gl([[JK?G?&u/0F"
 
 
 def pod(role: str) -> Any:
@@ -35,10 +34,13 @@ def options(role: str, folder: Path) -> EngineOptions:
     """The options of an engine, with its volumes in a folder."""
     for volume in ("run/kv", "etc/kvproto"):
         (folder / volume).mkdir(parents=True)
-    (folder / "etc/kvproto/sources.toml").write_text(SEEDS)
+    (folder / "etc/kvproto/sources.keys").write_text(f"{KEY}\n")
     (container,) = pod(role)["containers"]
     assert container["command"] == [f"kvproto-{role}"]
-    return parse(role, [argument.replace("=/", f"={folder}/") for argument in container["args"]])
+    (ordinal,) = container["env"]
+    given = [argument.replace("=/", f"={folder}/") for argument in container["args"]]
+    assert ordinal["name"] == "ORDINAL"
+    return parse(role, [argument.replace("$(ORDINAL)", "1") for argument in given])
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -58,10 +60,13 @@ def test_prefill_is_reached_by_the_name_of_its_pod(tmp_path: Path) -> None:
     assert service["selector"] == stateful["template"]["metadata"]["labels"] == stateful["selector"]["matchLabels"]
     (port,) = {each["port"] for each in service["ports"]}
     assert made.address == f"tcp://0.0.0.0:{port}"
-    assert made.advertise == f"tcp://prefill-0.{stateful['serviceName']}:{port}"
-    assert stateful["replicas"] == 1  # two pods of one name and replica would be two runs of one
-    seeds = read_sources(tmp_path / "etc/kvproto/sources.toml")
-    assert seeds == {("prefill", 0): Seed(made.advertise, seeds["prefill", 0].key)}
+    assert made.advertise is not None
+    assert rank_address(made.advertise, made.replica, 0) == f"tcp://prefill-1.{stateful['serviceName']}:{port}"
+    found = options("decode", tmp_path / "decode").found
+    assert found is not None
+    (place,) = [each for each in pod("decode")["containers"][0]["args"] if each.startswith("--sources=")]
+    assert place == f"--sources=dns:prefill=prefill-{{0-7}}.{stateful['serviceName']}:{port}"
+    assert stateful["replicas"] <= 8
     policy = FOUND["NetworkPolicy", "prefill"]["spec"]
     assert policy["podSelector"]["matchLabels"] == service["selector"]
     ((rule,),) = [policy["ingress"]]
@@ -83,15 +88,72 @@ def test_probes_ask_for_what_is_answered(role: str, tmp_path: Path) -> None:
     assert asked == {"/ready", "/live"}
 
 
-def test_two_pods_find_each_other_and_drain(tmp_path: Path) -> None:
-    """By the manifest's own options, in namespaces that stand for pods."""
+def in_namespaces(program: str, folder: Path) -> Any:
+    """What a program says last, as JSON, in mount and network namespaces of its own."""
     apart = ["unshare", "--mount", "--net"]
     if shutil.which("unshare") is None or subprocess.run([*apart, "ip", "link"], capture_output=True).returncode:
         pytest.skip("no namespaces may be made here")
-    program = Path(__file__).with_name("pods.py")
-    ran = subprocess.run([*apart, sys.executable, program, tmp_path], capture_output=True, text=True, timeout=400)
+    file = Path(__file__).with_name(program)
+    ran = subprocess.run([*apart, sys.executable, file, folder], capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout.splitlines()[-1]) == {
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_two_pods_find_each_other_and_drain(tmp_path: Path) -> None:
+    """By the manifest's own options, in namespaces that stand for pods."""
+    assert in_namespaces("pods.py", tmp_path) == {
         "ready": {"prefill/0": ""}, "status of prefill": 0, "without": "prefill/0: stopped", "live": 200,
         "status of decode": 0,
     }  # fmt: skip
+
+
+@pytest.mark.timeout(400)
+def test_the_services_of_compose_find_each_other_and_serve(tmp_path: Path) -> None:
+    """By the file's own options, in namespaces that stand for containers, with a real etcd and keys."""
+    assert in_namespaces("composed.py", tmp_path) == {
+        "answer": [200, 4], "sources": ["prefill/0", "prefill/1"], "scraped": [1, 1, 1, 1], "ended": [0, 0, 0, 0, 0],
+    }  # fmt: skip
+
+
+def test_services_of_compose_have_time_to_drain_and_the_places_that_they_name() -> None:
+    made = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    for name, service in made["services"].items():
+        for argument in service.get("command", ()):
+            if argument.startswith("--drain-for="):
+                seconds = int(service["stop_grace_period"].removesuffix("s"))
+                assert int(argument.partition("=")[2]) + 10 <= seconds, name
+            if "=/" in argument:
+                place = argument.partition("=")[2]
+                assert any(place == volume.split(":")[1] for volume in service["volumes"]), argument
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            assert source in made["volumes"] or source == "./alerts.yaml" or source.startswith("./keys/")
+    targets = yaml.safe_load(made["configs"]["prometheus"]["content"])["scrape_configs"][0]["static_configs"][0][
+        "targets"
+    ]
+    probed = {name for name, each in made["services"].items() if any("--probes" in a for a in each.get("command", ()))}
+    assert set(targets) == {f"{name}:9400" for name in probed}
+
+
+@pytest.mark.parametrize("unit", sorted(path.name for path in UNITS.iterdir()))
+def test_a_unit_is_systemds_own_and_starts_what_there_is(unit: str, tmp_path: Path) -> None:
+    text = (UNITS / unit).read_text()
+    (start,) = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
+    program, *given = start.split()
+    (tmp_path / "sources.keys").write_text(f"{KEY}\n")
+    filled_in = {"%t/kvproto": str(tmp_path / "run"), "%i": "1", "%H": "here", "/etc/kvproto/": f"{tmp_path}/"}
+    for short, long in filled_in.items():
+        given = [each.replace(short, long) for each in given]
+    role = Path(program).name.removeprefix("kvproto-")
+    if role == "router":
+        assert router_parser().parse_args(given).prefill == 1
+    else:
+        made = parse(role, given)
+        assert made.replica == 1
+        (seconds,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+        assert made.drain_for + 10 <= int(seconds)
+    (tmp_path / unit).write_text(text.replace(program, "/bin/true"))
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd here")
+    ran = subprocess.run(["systemd-analyze", "verify", tmp_path / unit], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")

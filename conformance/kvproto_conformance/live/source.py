@@ -113,9 +113,9 @@ class Source(Peer):
         self.heard = [frame for frame in self.heard if frame.name != "Credit"]
         self.total = self.sent = 0
 
-    def describe(self, **changes: Any) -> Frame:
+    def describe(self, clause: str = "KVP-DSC-BOTH", **changes: Any) -> Frame:
         """Hear Describe, plan, and answer Description; returns Describe."""
-        found = self.expect("Describe", clause="KVP-DSC-BOTH")
+        found = self.expect("Describe", clause=clause)
         self.theirs = read_struct("Geometry", bytes.fromhex(found.fields["geometry"]))
         self.their_digest = found.fields["digest"]
         if world.digest_as_stated(found.fields["geometry"]) != self.their_digest:
@@ -177,10 +177,10 @@ class Source(Peer):
     def reach(self, regions: list[Json]) -> None:
         """Reach memory that is not mapped."""
 
-    def ready(self) -> Source:
-        """Hello to Registered."""
+    def ready(self, clause: str = "KVP-DSC-BOTH") -> Source:
+        """Hello to Registered; without Describe, `clause` is not kept."""
         self.welcome()
-        self.describe()
+        self.describe(clause)
         self.registered()
         return self
 

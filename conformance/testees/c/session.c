@@ -13,8 +13,6 @@ struct Source { /* an engine */
     Endpoint *endpoints; /* of all ranks, as the last Welcome says */
     size_t endpoint_count;
 };
-typedef struct Met { struct Met *next; char *engine; uint64_t replica, rank, incarnation; } Met;
-static Met *met;
 static Source *sources;
 static Session *gone; /* closed, but an Abort or Drained may still pass */
 static void lost(Session *session, const char *why); /* in sink.c: what the session's transfers come to */
@@ -95,15 +93,6 @@ static void greet_source(Source *source) { /* the seed endpoint first; it tells 
     }
     if (!source->failed && !dial(source, source->address, UINT64_MAX)) source->failed = "NO_TRANSPORT";
 }
-static Met *met_before(const char *engine, uint64_t replica, uint64_t rank) { /* the greatest incarnation of a rank (KVP-SES-OLDER) */
-    Met *each = met;
-    while (each && (each->replica != replica || each->rank != rank || strcmp(each->engine, engine))) each = each->next;
-    if (each) return each;
-    each = calloc(1, sizeof *each);
-    if (!each) abort();
-    *each = (Met){met, copy_of(engine, strlen(engine)), replica, rank, 0};
-    return met = each;
-}
 static void welcome(Session *session, const Node *map) {
     Node request = field(L_Welcome, map, "request"), features = field(L_Welcome, map, "features"), engine = field(L_Welcome, map, "engine"), endpoints = field(L_Welcome, map, "endpoints");
     if (!answered(session, &request, L_Hello)) return;
@@ -112,9 +101,7 @@ static void welcome(Session *session, const Node *map) {
     const Node *version = &map->items[field_index(&LAYOUTS[L_Welcome], "version")], *limits = &map->items[field_index(&LAYOUTS[L_Welcome], "limits")];
     if (number(L_Version, version, "major") != MAJOR || number(L_Version, version, "minor") > MINOR) deny("FEATURE_MISSING", "version", "1.0", "another");
     if (!is(&engine, session->source->name)) deny("WRONG_PEER", "engine", session->source->name, "another");
-    uint64_t rank = number(L_Welcome, map, "rank"), run = number(L_Welcome, map, "incarnation");
-    Met *known = met_before(session->source->name, number(L_Welcome, map, "replica"), session->rank == UINT64_MAX ? rank : session->rank);
-    if (run < known->incarnation) deny("SUPERSEDED", "incarnation", "a later run", "an earlier one");
+    uint64_t rank = number(L_Welcome, map, "rank");
     if (session->rank != UINT64_MAX && session->rank != rank) deny("WRONG_PEER", "rank", "that of the endpoint", "another");
     bool inlined = false;
     for (size_t i = 0; i < features.count; i++) {
@@ -125,7 +112,6 @@ static void welcome(Session *session, const Node *map) {
         inlined |= !verify;
     }
     if (!pool.shared && !inlined) deny("FEATURE_MISSING", "features", "INLINE", "what lacks it");
-    known->incarnation = run;
     session->rank = rank;
     session->replica = number(L_Welcome, map, "replica");
     session->max_body = number(L_Limits, limits, "max_body");

@@ -215,11 +215,6 @@ int main(void) {
     while (!stopped) turn_once(0.1, true);
     while (sources) disconnect(sources);
     zmq_ctx_term(context);
-    for (Met *each = met; each; each = met) {
-        met = each->next;
-        free(each->engine);
-        free(each);
-    }
     free_engine();
     return 0;
 }

@@ -92,6 +92,9 @@ class DecodeProcess(EngineProcess):
             rank: Sink(options.name, pool, options.seeds, options.kvproto()) for rank, pool in self.pools.items()
         }
         self._lines = Lines(self.sinks, options.seeds)
+        if options.found is not None:
+            options.found.follow(*self.sinks.values())
+            self.listed.append(options.found)
         self._decoder = SpeculativeDecoder(self.target, self.draft, options.speculate)
         ahead = self.draft.ahead if self.draft is not None else 0
         self._hybrid = options.configs[0].hybrid
@@ -210,7 +213,7 @@ class DecodeProcess(EngineProcess):
 
     def _tell_ready(self) -> None:
         """Tell the router from which replicas every rank can fetch; none before there is a plan."""
-        if self._asked and len(self._answering) == self.ranks:
+        if self._asked and not self.draining and len(self._answering) == self.ranks:
             answering = set.intersection(*self._answering.values()) if self._plan else set[int]()
             self.tell("ready", sources=sorted(answering), **self._plan)
 

@@ -11,6 +11,8 @@ import attrs
 from kvproto import Options, Seed, read_sources
 from kvproto.calibration import Probe, load
 from kvproto.options import Spread
+from kvproto_discovery import Etcd, FoundSources, read_found
+from kvproto_discovery.places import SCHEMES, etcd_of
 
 from ..adapters import NO_ADAPTERS, Adapters, adapters_of
 from ..attention.exchange import EXCHANGES, ON_CUDA
@@ -120,10 +122,14 @@ class EngineOptions:
     """LoRA adapters of the target, which requests name."""
     images: bool = False
     """Whether an encoder engine in the folder makes rows of images, for prefill."""
+    found: FoundSources | None = None
+    """For decode: prefill replicas that a directory names, in place of `seeds`."""
+    register: Etcd | None = None
+    """For prefill: the directory in which each rank keeps a row."""
     feed: bool = False
+    """Whether `kvproto top` and `kvproto tail` may look on, at feed-NAME-REPLICA-RANK in the folder."""
     probes: str | None = None
     """HOST:PORT at which the process of rank 0 answers probes."""
-    """Whether `kvproto top` and `kvproto tail` may look on, at feed-NAME-REPLICA-RANK in the folder."""
     quiet: bool = False
     """Whether to print nothing about sources that come and go, which the router reports."""
     drain_for: float = 30.0
@@ -258,7 +264,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     if not 0 <= args.drain_for < float("inf"):
         raise EngineError(f"--drain-for must be seconds, 0 or more, not {args.drain_for}")
     for name in _COUNTS:
-        if (given := vars(args).get(name)) is not None and given < 1:
+        if isinstance(given := vars(args).get(name), int) and given < 1:
             raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {given}")
     _check(role, args)
     sizes = {field.name: vars(args)[field.name] for field in attrs.fields(Layout)}
@@ -306,6 +312,8 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         insecure=args.insecure,
         keys=args.keys,
         seeds=_seeds(args) if role == "decode" else {},
+        found=_found(args) if role == "decode" else None,
+        register=etcd_of(args.register) if vars(args).get("register") else None,
         seed={"prefill": 1, "decode": 2}[role],
     )
 
@@ -363,22 +371,34 @@ def _parser(role: str) -> argparse.ArgumentParser:
     add("--costs", type=Path, metavar="FILE", help="results of `kvproto probe`, which say what runs are long")
     add("--name", default=role, help=f"name of this engine (default {role})")
     if role == "prefill":
-        place = "where decode reaches rank 0, if not at --prefill: behind NAT, or if that is a wildcard"
+        place = (
+            "where decode reaches rank 0, if not at --prefill: behind NAT, or if that is a wildcard; with {replica} if"
+        )
+        place += " replicas have hosts of their own, and so the same ports"
         add("--advertise", metavar="ADDRESS", help=place)
+        add("--register", metavar="etcd:URL", help="keep a row of this engine there, which `--sources` of decode reads")
         add(
             "--images", action="store_true", help="take prompts with images, whose rows come from kvproto-encode in DIR"
         )
     if role == "decode":
-        add("--source", default="prefill", metavar="NAME", help="name of the prefill engine (default prefill)")
-        add("--intent", action="store_true", help="claim pages after prefill, not when a request arrives (INTENT)")
-        add("--spans", action="store_true", help="claim them piece by piece while prefill runs (SPANS)")
-        add("--source-key", type=Path, metavar="FILE", help="public.key of the prefill engine; for TCP")
-        add("--sources", type=int, default=1, help="replicas of the prefill engine (default 1)")
-        seeds = "sources.toml, which says where all replicas listen and which keys they have; replaces the four above"
-        add("--seeds", type=Path, metavar="FILE", help=seeds)
-        add("--quiet", action="store_true", help="do not report sources that come and go: the router does")
+        _add_sources(parser)
         add_captured(parser)
     return parser
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    """Add the options of decode that say where prefill is, and how its pages are claimed."""
+    add = parser.add_argument
+    add("--source", default="prefill", metavar="NAME", help="name of the prefill engine (default prefill)")
+    add("--intent", action="store_true", help="claim pages after prefill, not when a request arrives (INTENT)")
+    add("--spans", action="store_true", help="claim them piece by piece while prefill runs (SPANS)")
+    add("--source-key", type=Path, metavar="FILE", help="public.key of the prefill engine; for TCP")
+    sources = "replicas of the prefill engine (default 1); or their directory, which replaces --prefill and --source"
+    add("--sources", type=_sources, default=1, metavar="N|dns:ENGINE=HOST:PORT|etcd:URL", help=sources)
+    add("--source-keys", type=Path, metavar="FILE", help="public keys of the sources in a directory, one a line")
+    seeds = "sources.toml, which says where all replicas listen and which keys they have; replaces the five above"
+    add("--seeds", type=Path, metavar="FILE", help=seeds)
+    add("--quiet", action="store_true", help="do not report sources that come and go: the router does")
 
 
 def _address(args: argparse.Namespace) -> str:
@@ -392,8 +412,22 @@ def _seeds(args: argparse.Namespace) -> dict[tuple[str, int], Seed]:
         if not found:
             raise EngineError(f"--seeds {args.seeds} lists no source: add one as [[source]]")
         return found
+    if isinstance(args.sources, str):
+        return {}
     key = _key(args.source_key)
     return {(args.source, n): Seed(rank_address(_address(args), n, 0), key) for n in range(args.sources)}
+
+
+def _found(args: argparse.Namespace) -> FoundSources | None:
+    """The sources that a directory names; raises LocalError."""
+    if not isinstance(args.sources, str) or args.seeds is not None:
+        return None
+    return read_found(args.sources, args.source_keys or args.source_key)
+
+
+def _sources(text: str) -> int | str:
+    """A number of replicas, or the name of a directory."""
+    return text if text.startswith(SCHEMES) else int(text)
 
 
 def unknown_hosts(seeds: Mapping[tuple[str, int], Seed]) -> dict[str, str]:
@@ -613,8 +647,13 @@ def private_folder(folder: Path) -> Path:
 
 
 def rank_address(address: str, replica: int, rank: int) -> str:
-    """The address of a rank of a prefill replica: an ipc address with both appended, or a TCP port further on."""
+    """The address of a rank of a prefill replica: an ipc address with both appended, or a TCP port further on.
+
+    With "{replica}" in a TCP address each replica has a host of its own, and only ranks have ports further on.
+    """
     if address.startswith("tcp://"):
+        if "{replica}" in address:
+            address, replica = address.replace("{replica}", str(replica)), 0
         host, _, port = address.rpartition(":")
         if not port.isdigit() or not 0 < (moved := int(port) + PORTS * replica + rank) < 65536:
             raise EngineError(f"--prefill and --advertise are ipc addresses or tcp://HOST:PORT, not {address}")

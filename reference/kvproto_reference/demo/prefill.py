@@ -10,6 +10,7 @@ import torch
 from kvproto import Request, Source, read_ticket
 from kvproto.errors import DeviceFault, KvprotoError
 from kvproto.events import Event, Expired, Freed, Refused, Sent, Undelivered
+from kvproto_discovery import Registration
 
 from ..cache.windows import first_row
 from ..engine import logprobs
@@ -49,12 +50,16 @@ class PrefillProcess(EngineProcess):
 
     def __init__(self, options: EngineOptions, world: World) -> None:
         super().__init__(options, world)
-        listen = self._places(options.address)
-        outside = None if options.advertise is None else self._places(options.advertise)
+        outside = None if options.advertise is None else self._places(options.advertise, options.replica)
+        own = options.advertise is not None and "{replica}" in options.advertise
+        listen = self._places(options.address, 0 if own and options.address.startswith("tcp") else options.replica)
         self.doors = self.sources = {
             rank: Source(options.name, pool, listen, options.kvproto(), advertise=outside)
             for rank, pool in self.pools.items()
         }
+        if options.register is not None:
+            for source in self.sources.values():
+                self.listed.append(Registration(options.register, source, self.options.layout.dp))
         if self.kept is not None:
             for rank, tiers in self.kept.tiers.items():
                 self.sources[rank].tell(tiers)
@@ -67,8 +72,8 @@ class PrefillProcess(EngineProcess):
         self._ids: dict[Request, str] = {}
         self._of: dict[TokenSequence, Job] = {}
 
-    def _places(self, address: str) -> dict[int, str]:
-        return {rank: rank_address(address, self.options.replica, rank) for rank in range(self.ranks)}
+    def _places(self, address: str, replica: int) -> dict[int, str]:
+        return {rank: rank_address(address, replica, rank) for rank in range(self.ranks)}
 
     @property
     def busy(self) -> bool:
@@ -103,7 +108,7 @@ class PrefillProcess(EngineProcess):
 
     def _tell_ready(self) -> None:
         """Tell the router, once an encoder answers where there is to be one."""
-        if self._greeted and (self.rows is None or self.rows.ready):
+        if self._greeted and not self.draining and (self.rows is None or self.rows.ready):
             self.tell("ready")
 
     def on_sources(self, rank: int, word: dict[str, Any]) -> None:

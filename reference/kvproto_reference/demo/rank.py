@@ -14,6 +14,7 @@ import torch
 from kvproto import Pool, Sink, Source
 from kvproto.events import Event, PoolFree, ProtocolError
 from kvproto.probes import Probes
+from kvproto_discovery import FoundSources, Registration
 
 from ..adapters import chosen
 from ..cache import PageAllocator
@@ -70,6 +71,7 @@ class EngineProcess:
         """The tokens of a sequence that each model's pool stores."""
         names = (TARGET, DRAFT)[: len(folders)]
         self.pages = {name: PageAllocator(options.pages, options.seed + i) for i, name in enumerate(names)}
+        self._vocab = configs[0].vocab
         self._window = needed(configs[0], options.page_size, max(options.chunk, options.speculate + 1))
         """Pages in which the sliding windows of a request move; 0 without such."""
         if self._window:
@@ -104,6 +106,8 @@ class EngineProcess:
                 self.target.states,
             )
             self._elsewhere = None  # the pool stays where it is
+        self.listed: list[FoundSources | Registration] = []
+        """The rows of this engine's ranks in a directory, or what it finds in one."""
         self.rows: ImageRows | None = None
         """The fetches of rows of images, on a prefill with an encoder."""
         self._lockstep = Lockstep(world)
@@ -156,6 +160,8 @@ class EngineProcess:
         finally:
             if probes is not None:
                 probes.close()
+            for listed in self.listed:
+                listed.close()
             for door in doors:
                 door.close("stopped" if self.status == 0 else "ended by an error")
             if self.rows is not None:
@@ -353,7 +359,7 @@ class EngineProcess:
     def sequence(self, word: dict[str, Any]) -> TokenSequence:
         """The request that a word of the router asks for.
 
-        Raises EngineError for sampling out of range, and LocalError for an adapter that is not here.
+        Raises EngineError for tokens or sampling out of range, and LocalError for an adapter that is not here.
         """
         sampling, most = SamplingParams.of(word.get("sampling", {})), self.options.max_logprobs
         if sampling.logprobs is not None and (most is None or sampling.logprobs > most):
@@ -361,6 +367,8 @@ class EngineProcess:
             raise EngineError(
                 f"the request asks for logprobs {sampling.logprobs}, the engine has {has}: --max-logprobs"
             )
+        if not word["prompt"] or not 0 <= min(word["prompt"]) <= max(word["prompt"]) < self._vocab:
+            raise EngineError(f"a prompt has at least one token, each from 0 to {self._vocab - 1}")
         images = [bytes.fromhex(digest) for digest in word.get("images", ())]
         if images and self.kept is not None:
             raise EngineError("pages on the host are found by tokens, not by images: leave --host-pages out")

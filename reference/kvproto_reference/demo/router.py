@@ -71,6 +71,8 @@ class Request:
     """Tokens of the prompt that decode had already."""
     stats: dict[str, Any] | None = None
     error: str | None = None
+    code: str | None = None
+    """The code of kvproto's with which it ended; None for an error of the engine's own."""
     at: dict[str, float] = attrs.Factory(dict)
     """Times at which this try was asked, and the last word of each op came, by time.monotonic."""
 
@@ -97,7 +99,9 @@ def _number(name: str) -> int:
 
 
 @attrs.define(eq=False)
-class _Engine:
+class EngineLine:
+    """One engine as the router knows it."""
+
     line: Line
     there: bool = False
     """Whether it has said that it is ready, and is not lost since."""
@@ -129,7 +133,7 @@ class Router:
         self._replicas = {"prefill": prefill, "decode": decode}
         names = [f"{role}-{replica}" for role, count in self._replicas.items() for replica in range(count)]
         names += [ENCODER] if encoder else []
-        self._engines = {name: _Engine(Line(folder, name)) for name in names}
+        self._engines = {name: EngineLine(Line(folder, name)) for name in names}
         self._poller = zmq.Poller()
         for engine in self._engines.values():
             self._poller.register(engine.line.socket, zmq.POLLIN)
@@ -225,7 +229,7 @@ class Router:
     def _ask(self) -> None:
         """Send each waiting request, with a new ticket, to a pair of engines, if one takes requests."""
         for request in self.requests:
-            if request.id or request.over or not (pair := self._pair(request.number + request.tries)):
+            if request.id or request.over or not (pair := self._pair(request)):
                 continue
             request.id, request.engines, request.tries = secrets.token_hex(8), pair, request.tries + 1
             request.at["asked"] = time.monotonic()
@@ -249,8 +253,9 @@ class Router:
         self._engines[ENCODER].line.send("encode", **word)
         return {"images": [image.digest.hex() for image in prompt.images], "rows": ticket}
 
-    def _pair(self, turn: int) -> tuple[str, str] | None:
+    def _pair(self, request: Request) -> tuple[str, str] | None:
         """A prefill and a decode engine that take requests and are connected; turn by turn, another pair is first."""
+        turn = request.number + request.tries
         if not all(engine.takes for name, engine in self._engines.items() if name == ENCODER):
             return None
         again = turn // math.lcm(*self._replicas.values())  # how often the pairs would have been the same before
@@ -258,11 +263,14 @@ class Router:
         prefills, decodes = ([(first[role] + i) % n for i in range(n)] for role, n in self._replicas.items())
         for here in prefills:
             for there in decodes:
-                names = f"prefill-{here}", f"decode-{there}"
-                source, sink = (self._engines[name] for name in names)
-                if source.takes and sink.takes and here in sink.sources:
+                if self._joined(names := (f"prefill-{here}", f"decode-{there}")):
                     return names
         return None
+
+    def _joined(self, names: tuple[str, str]) -> bool:
+        """Whether both engines take requests, and decode can fetch from this prefill."""
+        source, sink = (self._engines[name] for name in names)
+        return source.takes and sink.takes and _number(names[0]) in sink.sources
 
     def _take(self, name: str, word: dict[str, Any], on_news: Callable[[Request], None]) -> None:
         engine = self._engines[name]
@@ -282,10 +290,12 @@ class Router:
                 self._note(_SAYS[word["event"]].format(**{"error": "", **word, "name": f"{name} rank {word['rank']}"}))
             case _:
                 request = next((r for r in self.requests if r.id and r.id == word.get("id")), None)
-                if request is not None and self._of(request, word):  # None: a try that failed, or another router's
+                if request is not None and self._of(
+                    name, request, word
+                ):  # None: a try that failed, or another router's
                     on_news(request)
 
-    def _ready(self, name: str, engine: _Engine, word: dict[str, Any]) -> None:
+    def _ready(self, name: str, engine: EngineLine, word: dict[str, Any]) -> None:
         was = engine.takes and len(engine.sources) >= self._needs(name)
         engine.there = engine.takes = True
         engine.sources = frozenset(word.get("sources", ()))
@@ -296,7 +306,7 @@ class Router:
         if self.requests and not was and len(engine.sources) >= self._needs(name):
             self._note(f"{name} takes requests")
 
-    def _lost(self, name: str, engine: _Engine) -> None:
+    def _lost(self, name: str, engine: EngineLine) -> None:
         """An engine went away. Decode reports what it lost with a prefill engine, but nobody what a decode lost."""
         engine.there = engine.takes = False
         engine.sources, engine.said = frozenset(), "went away"
@@ -309,7 +319,7 @@ class Router:
             self._told = time.monotonic()
             self._note(f"{name} is gone")
 
-    def _of(self, request: Request, word: dict[str, Any]) -> bool:
+    def _of(self, name: str, request: Request, word: dict[str, Any]) -> bool:
         """Take a word about a request; returns whether there is something to show."""
         self._told = request.at[word["op"]] = time.monotonic()
         if word.get("found"):
@@ -327,6 +337,8 @@ class Router:
             case "refused" | "failed":
                 if request.over:  # the other engine has said why
                     return False
+                if word.get("code") == "DRAINING":
+                    self._engines[name].takes = False
                 self._again(request, word["error"], word.get("code"))
             case "dropped":
                 request.left = True
@@ -346,7 +358,7 @@ class Router:
         """End a failed try at both engines, and let the request wait for another if that may help."""
         self._drop(request)
         if code not in AGAIN or request.tries == TRIES:
-            request.error = why
+            request.error, request.code = why, code
             return
         self._note(f"{request.prompt.name!r} is {'refused' if code == 'DRAINING' else 'lost'}: {code}")
         kept = Request(request.number, request.prompt, request.max_new, tries=request.tries, lost=[*request.lost, why])

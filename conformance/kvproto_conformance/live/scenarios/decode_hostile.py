@@ -262,14 +262,14 @@ def _unasked(run: DecodeRun) -> None:
 
 
 @scenario("LIVE-843", "a source whose run is older than one that was met", "KVP-SES-OLDER", role="sink", level="L4",
-          guards="A process that was thought dead takes the place of its successor.")  # fmt: skip
+          guards="A clock that was ahead yesterday keeps a source out today.")  # fmt: skip
 def _older(run: DecodeRun) -> None:
     source = run.one()
     leave(run, source)
     source.incarnation -= 1 << 40
-    run.fetch(source, run.prompt())
-    source.welcome()
-    _no_next(run, source, "Describe", "KVP-SES-OLDER")
+    prompt = run.fetched(source)
+    source.ready(clause="KVP-SES-OLDER")
+    run.delivered(source, run.asked(source, prompt), prompt)
 
 
 def _unlike(run: DecodeRun, change: Callable[[Json], Json]) -> tuple[list[Source], Prompt, Json]:
