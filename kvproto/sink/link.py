@@ -139,7 +139,7 @@ class SourceLink:
         elif fetch.transfer in self.endpoint.transfers:
             self.endpoint.abort(fetch.transfer, error, world.monotonic())
             self.needs_turn()
-        else:
+        elif not self._context.verification.stop(fetch, error):
             self._lose(fetch, error, proven=False)
 
     def _lose(self, fetch: Fetch, error: KvprotoError, proven: bool = True) -> None:
@@ -269,7 +269,7 @@ class SourceLink:
 
     def close(self, reason: str) -> None:
         """Stop reading and unmap, then say Goodbye."""
-        self._closed = self._turning = True
+        self._closed = True
         self._puller.close()
         self.endpoint.goodbye(reason)
         self._flush(world.monotonic())
@@ -377,6 +377,7 @@ class SourceLink:
         """Queue a transfer whose bytes are all here for its checksums."""
         fetch: Fetch = transfer.fetch
         assert fetch.registered is not None
+        fetch.expect_nothing()
         verify = all(Feature.VERIFY in attempt.session.features for attempt in transfer.parts.values())
         self._context.verification.add(Arrival(self, fetch, fetch.registered, done, seconds), verify)
 

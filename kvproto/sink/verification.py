@@ -110,6 +110,13 @@ class Verification:
             arrival = self.waiting.popleft()
             arrival.link.verified(arrival)
 
+    def stop(self, fetch: Fetch, error: KvprotoError) -> bool:
+        """End a fetch with this error in place of its checksums; False if it does not wait for them."""
+        arrival = next((arrival for arrival in self.waiting if arrival.fetch is fetch), None)
+        if arrival is not None:
+            arrival.error = arrival.error or error
+        return arrival is not None
+
     def reads(self, registered: RegisteredPool) -> bool:
         """Whether checksums are still due in this pool."""
         return any(arrival.registered is registered for arrival in self.waiting)

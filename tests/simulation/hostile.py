@@ -14,24 +14,28 @@ from tests.simulation.simulated import Simulation
 from tests.simulation.story import Fault
 
 
-def change(fault: Fault, simulation: Simulation) -> Callable[[bytes], bytes]:
+def change(fault: Fault, simulation: Simulation) -> Callable[[bytes], list[bytes]]:
     """A function that changes a frame as a fault and the seed say."""
     chance = random.Random(simulation.seed << 8 | fault.number)
 
-    def changed(frame: bytes) -> bytes:
+    def repeated(frame: bytes) -> list[bytes]:
+        simulation.reached["frame repeated"] += 1
+        return [frame] * 2
+
+    def changed(frame: bytes) -> list[bytes]:
         simulation.reached["frame changed"] += 1
         kind = chance.choice(("field", "field", "field", "cut", "byte"))
         if kind == "cut":
-            return frame[: chance.randrange(len(frame))]
+            return [frame[: chance.randrange(len(frame))]]
         if kind == "field":
             try:
-                return encode(_other(decode(frame), chance))
+                return [encode(_other(decode(frame), chance))]
             except Exception:
                 kind = "byte"
         at = chance.randrange(tables.HEADER_BYTES, len(frame)) if len(frame) > tables.HEADER_BYTES else 0
-        return frame[:at] + bytes([frame[at] ^ 1 << chance.randrange(8)]) + frame[at + 1 :]
+        return [frame[:at] + bytes([frame[at] ^ 1 << chance.randrange(8)]) + frame[at + 1 :]]
 
-    return changed
+    return changed if fault.kind == "change frame" else repeated
 
 
 def _other(message: Any, chance: random.Random) -> Any:

@@ -129,7 +129,7 @@ class GhostPool:
         tokens, at, rows = self._rows(pages, first, end)
         here, wanted = self.labels[:, :, at, rows], labels(request, tokens, self.heads)
         differ = np.argwhere((here != wanted).any(-1))
-        if differ.size:
+        if differ.size and not self.simulation.lied:
             layer, part, token, head = differ[0]
             what = named(here[layer, part, token, head])
             where = f"layer {layer} part {part} token {first + token} head {self.heads[head]}"
@@ -138,7 +138,7 @@ class GhostPool:
 
     def check(self) -> None:
         """Raise Violation if a page has changed that no peer may write."""
-        if np.array_equal(self.labels, self._seen):
+        if self.simulation.lied or np.array_equal(self.labels, self._seen):
             return
         differ = (self.labels != self._seen).any((0, 1, 3, 4, 5)) & ~self._granted
         for page in np.flatnonzero(differ).tolist():

@@ -39,10 +39,10 @@ class Direction:
         if chance > 0.97:
             delay += _LATE * simulation.draw("late", pair, self._receiver.name, number)
             simulation.reached["frame late"] += 1
-        frame = network.changed(pair, self._receiver, number, frame)
-        self._waiting.append(frame)
-        self._ready = max(self._ready, simulation.now + delay)
-        simulation.at(self._ready, self._deliver)
+        for each in network.changed(pair, self._receiver, number, frame):
+            self._waiting.append(each)
+            self._ready = max(self._ready, simulation.now + delay)
+            simulation.at(self._ready, self._deliver)
         return True
 
     def _deliver(self) -> None:
@@ -295,10 +295,11 @@ class Network:
         """The number of the last frame of a direction."""
         return self._counts.get((pair, receiver), 0)
 
-    def changed(self, pair: tuple[str, str], receiver: Process, number: int, frame: bytes) -> bytes:
+    def changed(self, pair: tuple[str, str], receiver: Process, number: int, frame: bytes) -> list[bytes]:
+        """The frames that come in place of this one."""
         sender = pair[1] if receiver.name == pair[0] else pair[0]
         change = self.changes.pop((sender, receiver.name, number), None)
-        return frame if change is None else change(frame)
+        return [frame] if change is None else change(frame)
 
     # faults
 

@@ -50,8 +50,6 @@ class Run:
         self._runs = Counter[str]()
         self.prefill: list[PrefillRank] = []
         self.decode: list[DecodeRank] = []
-        self._lied = False
-        """Whether frames were changed: what they say may then fail, but no byte may go wrong."""
         self._unproven = False
         """Whether a writer died whose death proves nothing, so that pages may stay in quarantine."""
 
@@ -85,6 +83,7 @@ class Run:
             if not rank.alive:
                 continue
             if fault.kind == "leave":
+                self._unproven = self._unproven or self._unprovable(rank)
                 rank.call(rank.leave)
                 if rank.alive:  # it is stopped: its operator loses patience
                     self._kill(rank, 0.0)
@@ -102,10 +101,13 @@ class Run:
         self._start(role)
 
     def _kill(self, rank: PrefillRank | DecodeRank, seconds: float) -> None:
-        writes = (rank.role == PREFILL) != self.setup.pull
-        self._unproven = self._unproven or (writes and self.setup.way == "remote")
+        self._unproven = self._unproven or self._unprovable(rank)
         self.network.lose(rank, seconds)
         rank.kill()
+
+    def _unprovable(self, rank: PrefillRank | DecodeRank) -> bool:
+        """Whether the end of this rank proves nothing about its writes."""
+        return (rank.role == PREFILL) != self.setup.pull and self.setup.way == "remote"
 
     # requests and faults
 
@@ -160,7 +162,7 @@ class Run:
                     each.call(lambda each=each: each.try_(each.door.drain))  # type: ignore[misc]
                 self.simulation.after(min(fault.seconds, 20.0), lambda: self._end_engine(role, attrs.evolve(fault, kind="leave", seconds=0.1)))
             case "change frame" | "repeat frame":
-                self._lied = self._lied or fault.kind == "change frame"
+                self.simulation.lied = self.simulation.lied or fault.kind == "change frame"
                 sender, receiver = pair if fault.at_decode else pair[::-1]
                 number = self.network.counted(pair, receiver) + fault.number
                 self.network.changes[sender, receiver, number] = change(fault, self.simulation)
@@ -177,7 +179,7 @@ class Run:
         for fault in story.faults:
             simulation.at(fault.at, partial(self._fault, fault))
         last = max((fault.at + min(fault.seconds, 110.0) + 25.0 for fault in story.faults), default=0.0)
-        asked = max((ask.at + max(*ask.lags, 0.0) + ask.compute for ask in story.asks), default=0.0)
+        asked = max((ask.at + max(*ask.lags, 0.0) + ask.compute + 1 for ask in story.asks), default=0.0)
         simulation.run(max(last, asked))
         calm = simulation.now
         for role in (PREFILL, DECODE):
@@ -199,18 +201,18 @@ class Run:
         """Raise Violation for what has not ended."""
         for rank in (*self.prefill, *self.decode):
             for text in rank.waiting():
-                if "lost True" in text and (self._unproven or self._lied):
+                if "lost True" in text and (self._unproven or self.simulation.lied):
                     continue
                 raise Violation("hang", text)
-            if rank.door.quarantined and not (self._unproven or self._lied):
+            if rank.door.quarantined and not (self._unproven or self.simulation.lied):
                 raise Violation("hang", f"{rank} keeps {rank.door.quarantined} in quarantine")
-            if len(rank.ghosts) > 1 and not (self._unproven or self._lied):
+            if len(rank.ghosts) > 1 and not (self._unproven or self.simulation.lied):
                 raise Violation("hang", f"{rank} does not get a pool back")
 
     def _probe(self) -> None:
         """Let each pair complete a new request."""
         for rank in self.decode:
-            if self._unproven or self._lied:
+            if self._unproven or self.simulation.lied:
                 return  # engines that were misled, or whose pages are held, are started again by their operators
         ask = Ask(_PROBE, 0.0, 9)
         began = self.simulation.now

@@ -181,6 +181,8 @@ class Simulation:
         self.reached = Counter[str]()
         """How often each kind of fault and state was reached."""
         self.processes: dict[int, Process] = {}
+        self.lied = False
+        """Whether a frame was changed on its way: what it says may then fail, and its sender's pages go wrong."""
         self.events = 0
 
     current: Process | None
