@@ -15,6 +15,10 @@ from tests.simulation.memory import GROUP, WAYS, GhostPool, Place, SimulatedTran
 from tests.simulation.simulated import Process, Simulation, Violation
 from tests.simulation.story import DECODE, PREFILL, Ask, Setup
 
+RAISED = {
+    ErrorCode.POOL_MOVED, ErrorCode.DRAINING, ErrorCode.TICKET_USED, ErrorCode.BUSY, ErrorCode.UNEXPECTED_MESSAGE,
+}  # fmt: skip
+"""Codes with which kvproto may answer a right call."""
 NEVER = {ErrorCode.VERIFY_FAILED, ErrorCode.BAD_TYPE}
 """Codes with which nothing may be lost, as nobody damages memory."""
 
@@ -151,6 +155,8 @@ class Rank(Process):
             work()
         except KvprotoError as error:
             self.simulation.say(self, f"raises {error.code.name}")
+            if error.code not in RAISED:
+                raise Violation("wrong error", f"{self}: a right call raises {error}") from error
             self.simulation.reached[f"raises {error.code.name}"] += 1
             return False
         return True
@@ -203,7 +209,7 @@ class PrefillRank(Rank):
             prefilling.pages = ghost.take(ask.id, ask.tokens, granted=False)
             if prefilling.pages is None:
                 self.simulation.reached["prefill out of pages"] += 1
-                self.simulation.after(0.05, lambda: self.call(lambda: self._compute(self.asks.get(request), step)))
+                self.simulation.after(0.3, lambda: self.call(lambda: self._compute(self.asks.get(request), step)))
                 return
         prefilling.computed += 1
         end = ask.tokens * prefilling.computed // ask.chunks
@@ -297,7 +303,7 @@ class DecodeRank(Rank):
             more = fetching.ghost.take(fetching.ask.id, need * fetching.ghost.page, granted=True)
             if more is None:
                 self.simulation.reached["decode out of pages"] += 1
-                self.simulation.after(0.05, lambda: self.call(lambda: self._grant(fetching, event)))
+                self.simulation.after(0.3, lambda: self.call(lambda: self._grant(fetching, event)))
                 return
             fetching.pages = [*(fetching.pages or ()), *more]
         tables: Mapping[str, Any] = {GROUP: fetching.pages or []}

@@ -117,7 +117,8 @@ class Run:
                 continue
             for rank in range(self.setup.prefill if role == PREFILL else self.setup.decode):
                 skew = self.simulation.draw("skew", role, rank, ask.id) * 2e-3
-                self.simulation.after(lag + skew, partial(self._tell, role, rank, ask))
+                for delay in (lag, ask.again) if ask.again >= 0 else (lag,):
+                    self.simulation.after(delay + skew, partial(self._tell, role, rank, ask))
 
     def _tell(self, role: str, rank: int, ask: Ask) -> None:
         process = self._ranks(role)[rank]
@@ -179,7 +180,7 @@ class Run:
         for fault in story.faults:
             simulation.at(fault.at, partial(self._fault, fault))
         last = max((fault.at + min(fault.seconds, 110.0) + 25.0 for fault in story.faults), default=0.0)
-        asked = max((ask.at + max(*ask.lags, 0.0) + ask.compute + 1 for ask in story.asks), default=0.0)
+        asked = max((ask.at + max(*ask.lags, ask.again, 0.0) + ask.compute + 1 for ask in story.asks), default=0.0)
         simulation.run(max(last, asked))
         calm = simulation.now
         for role in (PREFILL, DECODE):
@@ -188,6 +189,7 @@ class Run:
         longest = max((ask.deadline for ask in story.asks), default=0.0)
         simulation.run(calm + 1.05 * longest + QUIET, self._over)
         self._check_over()
+        self._check_arrived()
         self._probe()
         for each in (*self.decode, *self.prefill):
             each.check()
@@ -208,6 +210,21 @@ class Run:
                 raise Violation("hang", f"{rank} keeps {rank.door.quarantined} in quarantine")
             if len(rank.ghosts) > 1 and not (self._unproven or self.simulation.lied):
                 raise Violation("hang", f"{rank} does not get a pool back")
+
+    def _check_arrived(self) -> None:
+        """Raise Violation for a request that nothing hindered and that has not arrived, or a source that is not ready."""
+        undisturbed = not self.story.faults and len(self.story.asks) <= 3
+        for ask in self.story.asks if undisturbed else ():
+            usual = ask.deadline >= 10 and ask.abort < 0 and ask.fail < 0 and ask.again < 0 and not ask.other_prompt
+            if usual and 0 <= min(ask.lags) and max(ask.lags) < 4 and not self.simulation.reached["decode out of pages"]:
+                for rank in self.decode:
+                    if ask.id not in rank.arrived:
+                        raise Violation("lost", f"{rank}: request {ask.id}, which nothing hindered, has not arrived")
+        if self.setup.eager and not self.simulation.lied and not self._unproven:
+            self.simulation.run(self.simulation.now + limits.PATIENCE, lambda: all(rank.door.ready for rank in self.decode))
+            for rank in self.decode:
+                if not rank.door.ready:
+                    raise Violation("hang", f"{rank} is not ready: {rank.door.sources}")
 
     def _probe(self) -> None:
         """Let each pair complete a new request."""

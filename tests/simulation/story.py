@@ -67,6 +67,8 @@ class Ask:
     """Seconds after which decode aborts it."""
     fail: float = -1.0
     """Seconds after which prefill gives it up."""
+    again: float = -1.0
+    """Seconds after which both engines hear of it again, under the same ticket."""
     other_prompt: bool = False
     """Whether decode has another prompt under the same ticket."""
 
@@ -179,6 +181,7 @@ def _ask(chance: random.Random, span: float) -> Ask:
         spans=late and chance.random() < 0.5,
         abort=round(chance.random() ** 2 * (compute + 1), 4) if chance.random() < 0.2 else -1.0,
         fail=round(chance.random() ** 2 * (compute + 1), 4) if chance.random() < 0.15 else -1.0,
+        again=round(chance.random() ** 2 * 8, 4) if chance.random() < 0.05 else -1.0,
         other_prompt=chance.random() < 0.03,
     )
 
