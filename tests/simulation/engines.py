@@ -13,7 +13,7 @@ from kvproto.transport.inline.transport import InlineTransport
 from kvproto.wire.enums import ErrorCode
 from tests.simulation.memory import GROUP, WAYS, GhostPool, Place, SimulatedTransport
 from tests.simulation.simulated import Process, Simulation, Violation
-from tests.simulation.story import DECODE, PREFILL, Ask, Setup
+from tests.simulation.story import PREFILL, Ask, Setup
 
 RAISED = {
     ErrorCode.POOL_MOVED, ErrorCode.DRAINING, ErrorCode.TICKET_USED, ErrorCode.BUSY, ErrorCode.UNEXPECTED_MESSAGE,
@@ -44,9 +44,16 @@ class Rank(Process):
     ghost: GhostPool
 
     def __init__(
-        self, simulation: Simulation, setup: Setup, role: str, rank: int, run: int, places: dict[bytes, Place], wall: float
+        self,
+        simulation: Simulation,
+        setup: Setup,
+        role: str,
+        rank: int,
+        run: int,
+        places: dict[bytes, Place],
+        wall: float,
     ) -> None:
-        decode = role == DECODE
+        decode = role != PREFILL
         super().__init__(simulation, f"{role}{rank}", run, setup.rates[decode], wall)
         simulation.processes[self.number] = self
         self.setup, self.rank, self.role = setup, rank, role
@@ -61,11 +68,11 @@ class Rank(Process):
         self.wake()
 
     def _new_pool(self) -> GhostPool:
-        decode = self.role == DECODE
+        decode = self.role != PREFILL
         tp = self.setup.decode if decode else self.setup.prefill
         self._pools += 1
         whose = self.number << 4 | self._pools & 15
-        ghost = GhostPool(self.simulation, tp, self.rank, self.setup.pages[decode], whose)
+        ghost = GhostPool(self.simulation, self.role, tp, self.rank, self.setup.pages[decode], whose)
         self.ghosts[id(ghost.pool)] = ghost
         return ghost
 
@@ -123,9 +130,27 @@ class Rank(Process):
         """Requests whose pages peers may still touch, and the pools of these."""
         return []
 
-    def waiting(self) -> list[str]:
-        """What has not ended, for people."""
+    @property
+    def draining(self) -> bool:
+        """Whether it takes nothing new."""
+        return self.door.unready == "it drains"
+
+    def waiting(self) -> list[tuple[str, bool]]:
+        """Requests that have not ended, for people, each with whether it was lost and only its pages are not free."""
         raise NotImplementedError
+
+    def hear_of(self, ask: Ask) -> None:
+        """Begin with a request."""
+        raise NotImplementedError
+
+    def sleep(self, seconds: float) -> None:
+        """Give the memory up for a while."""
+        if not self.door.asleep and self.try_(self.door.sleep):
+            self.simulation.after(seconds, lambda: self.call(self._wake))
+
+    def _wake(self) -> None:
+        self.ghost = self._new_pool()
+        self.door.wake(self.ghost.pool)
 
     def leave(self) -> None:
         """Close in good order."""
@@ -149,13 +174,13 @@ class Rank(Process):
         self.ghosts.clear()
         self.retired.clear()
 
-    def try_(self, work: Callable[[], None]) -> bool:
+    def try_(self, work: Callable[[], object]) -> bool:
         """Call kvproto; a typed error is an answer."""
         try:
             work()
         except KvprotoError as error:
             self.simulation.say(self, f"raises {error.code.name}")
-            if error.code not in RAISED:
+            if error.code not in RAISED and self.role not in self.simulation.misled:
                 raise Violation("wrong error", f"{self}: a right call raises {error}") from error
             self.simulation.reached[f"raises {error.code.name}"] += 1
             return False
@@ -233,17 +258,8 @@ class PrefillRank(Rank):
             if prefilling.pages is not None and prefilling.ghost in self.ghosts.values():
                 prefilling.ghost.give(prefilling.pages)
 
-    def waiting(self) -> list[str]:
-        return [f"{self}: request {p.ask.id}, {p.request!r}" for p in self.asks.values()]
-
-    def sleep(self, seconds: float) -> None:
-        """Give the memory up for a while."""
-        if not self.door.asleep and self.try_(lambda: self.door.sleep() and None):
-            self.simulation.after(seconds, lambda: self.call(self._wake))
-
-    def _wake(self) -> None:
-        self.ghost = self._new_pool()
-        self.door.wake(self.ghost.pool)
+    def waiting(self) -> list[tuple[str, bool]]:
+        return [(f"{self}: request {p.ask.id}, {p.request!r}", False) for p in self.asks.values()]
 
 
 @attrs.define(eq=False)
@@ -267,7 +283,7 @@ class DecodeRank(Rank):
         self.arrived: set[int] = set()
         self.outcomes: dict[int, str] = {}
         seed = address(self.rank % self.setup.prefill)
-        return Sink("decode", self.ghost.pool, {PREFILL: seed}, self.options())
+        return Sink(f"decode-{self.role}", self.ghost.pool, {PREFILL: seed}, self.options())
 
     def hear_of(self, ask: Ask) -> None:
         """Fetch a request, with pages or without."""
@@ -307,7 +323,7 @@ class DecodeRank(Rank):
                 return
             fetching.pages = [*(fetching.pages or ()), *more]
         tables: Mapping[str, Any] = {GROUP: fetching.pages or []}
-        self.try_(lambda: fetching.fetch.grant(tables, event.tokens) and None)
+        self.try_(lambda: fetching.fetch.grant(tables, event.tokens))
         self.simulation.reached["pages granted late"] += 1
 
     def hear(self, event: Event) -> None:
@@ -334,7 +350,7 @@ class DecodeRank(Rank):
             self.arrived.add(ask.id)
         if isinstance(event, Lost):
             self.outcomes[ask.id] = event.error.code.name
-            if event.error.code in NEVER and not self.simulation.lied:
+            if event.error.code in NEVER and self.role not in self.simulation.misled:
                 raise Violation("wrong error", f"request {ask.id} was lost: {event.error}")
             fetching.lost = True
             if not event.pages_free:
@@ -346,25 +362,16 @@ class DecodeRank(Rank):
         if fetching.ghost in self.ghosts.values():
             fetching.ghost.give(pages)
 
-    def waiting(self) -> list[str]:
-        return [f"{self}: request {f.ask.id}, {f.fetch!r}, lost {f.lost}" for f in self.asks.values()]
+    def waiting(self) -> list[tuple[str, bool]]:
+        return [(f"{self}: request {f.ask.id}, {f.fetch!r}", f.lost) for f in self.asks.values()]
 
     def held(self) -> list[tuple[int, GhostPool]]:
         return [(fetching.ask.id, fetching.ghost) for fetching in self.asks.values() if fetching.pages]
-
-    def sleep(self, seconds: float) -> None:
-        """Give the memory up for a while."""
-        if not self.door.asleep and self.try_(lambda: self.door.sleep() and None):
-            self.simulation.after(seconds, lambda: self.call(self._wake))
-
-    def _wake(self) -> None:
-        self.ghost = self._new_pool()
-        self.door.wake(self.ghost.pool)
 
     def move(self) -> None:
         """Go on with another pool at once."""
         if not self.door.asleep:
             before, self.ghost = self.ghost, self._new_pool()
-            if not self.try_(lambda: self.door.move(self.ghost.pool) and None):
+            if not self.try_(lambda: self.door.move(self.ghost.pool)):
                 self.ghosts.pop(id(self.ghost.pool)).close()
                 self.ghost = before

@@ -67,8 +67,8 @@ def spare() -> int:
 class GhostPool:
     """A rank's pool, with the owner of each page; free pages hold what nobody may ever see, and are used first."""
 
-    def __init__(self, simulation: Simulation, tp: int, rank: int, page: int, whose: int) -> None:
-        self.simulation, self.page, self.whose = simulation, page, whose
+    def __init__(self, simulation: Simulation, role: str, tp: int, rank: int, page: int, whose: int) -> None:
+        self._simulation, self._role, self.page, self.whose = simulation, role, page, whose
         heads = HEADS // tp
         self.heads = range(rank * heads, (rank + 1) * heads)
         shape = (LAYERS, len(PARTS), PAGES, page, heads, 4)
@@ -129,7 +129,7 @@ class GhostPool:
         tokens, at, rows = self._rows(pages, first, end)
         here, wanted = self.labels[:, :, at, rows], labels(request, tokens, self.heads)
         differ = np.argwhere((here != wanted).any(-1))
-        if differ.size and not self.simulation.lied:
+        if differ.size and self._role not in self._simulation.misled:
             layer, part, token, head = differ[0]
             what = named(here[layer, part, token, head])
             where = f"layer {layer} part {part} token {first + token} head {self.heads[head]}"
@@ -138,7 +138,7 @@ class GhostPool:
 
     def check(self) -> None:
         """Raise Violation if a page has changed that no peer may write."""
-        if self.simulation.lied or np.array_equal(self.labels, self._seen):
+        if self._role in self._simulation.misled or np.array_equal(self.labels, self._seen):
             return
         differ = (self.labels != self._seen).any((0, 1, 3, 4, 5)) & ~self._granted
         for page in np.flatnonzero(differ).tolist():

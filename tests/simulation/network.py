@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
-from kvproto.net import Dialer, Listener
-from kvproto.net import limits
+from kvproto.net import Dialer, Listener, limits
 from kvproto.session import Party
 from kvproto.wire.codec import message_class
 from tests.simulation.simulated import Process, Simulation

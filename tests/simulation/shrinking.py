@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import attrs
 
 from tests.simulation.running import play
-from tests.simulation.story import Ask, Fault, Setup, Story
+from tests.simulation.story import Ask, Setup, Story
 
 
-def shrink(story: Story, kind: str, most: int = 400, fails: Callable[[Story], bool] | None = None) -> Story:
+def shrink(story: Story, kind: str, most: int = 200, fails: Callable[[Story], bool] | None = None) -> Story:
     """The shortest story found in `most` runs that has a violation of this kind."""
 
     def violates(other: Story) -> bool:
@@ -42,7 +42,10 @@ def _simpler(story: Story) -> Iterator[Story]:
         yield attrs.evolve(story, setup=attrs.evolve(story.setup, **{field.name: getattr(plain, field.name)}))
     for n, ask in enumerate(story.asks):
         usual = Ask(ask.id, ask.at, ask.tokens)
-        for name, value in [(f.name, getattr(usual, f.name)) for f in attrs.fields(Ask)] + [("tokens", 1), ("compute", 0.0)]:
+        for name, value in [(f.name, getattr(usual, f.name)) for f in attrs.fields(Ask)] + [
+            ("tokens", 1),
+            ("compute", 0.0),
+        ]:
             changed = attrs.evolve(ask, **{name: value})
             yield attrs.evolve(story, asks=(*story.asks[:n], changed, *story.asks[n + 1 :]))
     for n, fault in enumerate(story.faults):

@@ -149,7 +149,9 @@ class SimulatedExecutor(Executor):
         future = Future[Any]()
         self._jobs += 1
         simulation = self._owner.simulation
-        simulation.after(simulation.draw("job", self._owner.name, self._jobs) ** 2 * 0.05, lambda: self._run(future, fn, args))
+        simulation.after(
+            simulation.draw("job", self._owner.name, self._jobs) ** 2 * 0.05, lambda: self._run(future, fn, args)
+        )
         return future
 
     def _run(self, future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -181,8 +183,8 @@ class Simulation:
         self.reached = Counter[str]()
         """How often each kind of fault and state was reached."""
         self.processes: dict[int, Process] = {}
-        self.lied = False
-        """Whether a frame was changed on its way: what it says may then fail, and its sender's pages go wrong."""
+        self.misled = set[str]()
+        """Decode engines with a frame that was changed on its way: it may fail, and its own pages may go wrong."""
         self.events = 0
 
     current: Process | None
@@ -262,7 +264,7 @@ class Simulation:
     @contextmanager
     def installed(self, listener: Callable[..., Any], dialer: Callable[..., Any]) -> Iterator[None]:
         """Let ranks run in this world."""
-        names = [field.name for field in type(world).__attrs_attrs__]  # type: ignore[attr-defined]
+        names = [field.name for field in type(world).__attrs_attrs__]
         before = {name: getattr(world, name) for name in names}
         world.monotonic, world.time = lambda: self._process().monotonic(), lambda: self._process().time()
         world.sleep, world.randbelow = self._sleep, self._randbelow

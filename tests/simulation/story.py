@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
 
-PREFILL, DECODE = "p", "d"
+PREFILL, DECODES = "p", ("d", "e")
+"""Engines: one that computes, and up to two that decode."""
 TPS = (1, 1), (2, 1), (1, 2), (2, 3), (3, 2), (2, 2)
 FAULTS = {
     "break": 6, "cut": 5, "half open": 4, "stop": 6, "slow": 3, "jump": 3, "kill": 6, "leave": 3, "clock back": 1,
     "change frame": 6, "repeat frame": 3, "sleep": 3, "move": 1, "drain": 1,
 }  # fmt: skip
 """Kinds of faults, and how often each is drawn."""
+
+
+def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(values)
 
 
 @attrs.frozen
@@ -24,8 +30,10 @@ class Setup:
     prefill: int
     """Ranks of the prefill engine."""
     decode: int
-    pages: tuple[int, int] = attrs.field(converter=tuple)
+    pages: tuple[int, int] = attrs.field(converter=_tuple)
     """Tokens of a page, at prefill and at decode."""
+    engines: int = 1
+    """Decode engines, with as many ranks each."""
     way: str = "host"
     """The kind of transport: a name of `memory.WAYS`, or inline."""
     pull: bool = False
@@ -39,7 +47,7 @@ class Setup:
     """Bytes of a part."""
     tick: float = 0.0
     """Seconds by which a clock moves on with each reading."""
-    rates: tuple[float, float] = attrs.field(default=(1.0, 1.0), converter=tuple)
+    rates: tuple[float, float] = attrs.field(default=(1.0, 1.0), converter=_tuple)
     """Speeds of the clocks of both engines."""
     lease: float = 10.0
     part_bytes: int = 1 << 24
@@ -58,8 +66,10 @@ class Ask:
     """Calls of `computed` before `finish`."""
     compute: float = 0.05
     """Seconds that prefill takes."""
-    lags: tuple[float, float] = attrs.field(default=(0.0, 0.0), converter=tuple)
+    lags: tuple[float, float] = attrs.field(default=(0.0, 0.0), converter=_tuple)
     """Seconds after which each engine hears of it; negative if it never does."""
+    to: int = 0
+    """The number of the decode engine that fetches it."""
     late_pages: bool = False
     """Whether decode names its pages when they are wanted."""
     spans: bool = False
@@ -82,6 +92,8 @@ class Fault:
     prefill: int = 0
     decode: int = 0
     at_decode: bool = False
+    engine: int = 0
+    """The number of the decode engine."""
     seconds: float = 0.0
     number: int = 0
 
@@ -92,8 +104,8 @@ class Story:
 
     seed: int
     setup: Setup
-    asks: tuple[Ask, ...] = attrs.field(converter=tuple)
-    faults: tuple[Fault, ...] = attrs.field(converter=tuple)
+    asks: tuple[Ask, ...] = attrs.field(converter=_tuple)
+    faults: tuple[Fault, ...] = attrs.field(converter=_tuple)
 
     def __len__(self) -> int:
         return len(self.asks) + len(self.faults)
@@ -102,7 +114,10 @@ class Story:
         """The story for people: only what is not as usual."""
         plain = Setup(self.setup.prefill, self.setup.decode, self.setup.pages)
         first = f"{self.setup.prefill} prefill and {self.setup.decode} decode ranks{_differing(self.setup, plain)}"
-        told = [(ask.at, f"request {ask.id} of {ask.tokens} tokens{_differing(ask, Ask(ask.id, ask.at, ask.tokens))}") for ask in self.asks]
+        told = [
+            (ask.at, f"request {ask.id} of {ask.tokens} tokens{_differing(ask, Ask(ask.id, ask.at, ask.tokens))}")
+            for ask in self.asks
+        ]
         for fault in self.faults:
             told.append((fault.at, f"{fault.kind}{_differing(fault, Fault(fault.at, fault.kind))}"))
         return [first, *(f"{at:9.4f} {text}" for at, text in sorted(told))]
@@ -139,6 +154,7 @@ def of_seed(seed: int) -> Story:
         prefill,
         decode,
         chance.choice(((4, 4), (4, 8), (8, 4), (2, 6))),
+        chance.choice((1, 1, 2)),
         way,
         pull,
         verify=chance.random() < 0.6,
@@ -153,17 +169,20 @@ def of_seed(seed: int) -> Story:
     )
     span = chance.choice((2.0, 8.0, 30.0))
     count = chance.choice((1, 3, 6, 10))
-    asks = sorted((_ask(chance, span) for _ in range(count)), key=lambda ask: ask.at)
+    asks = sorted((_ask(chance, span, setup.engines) for _ in range(count)), key=lambda ask: ask.at)
     kinds = chance.sample(sorted(FAULTS), chance.choice((0, 1, 2, 3, 5)))
-    faults = [_fault(chance, kinds, span, prefill, decode) for _ in range(chance.choice((1, 2, 4, 8)) if kinds else 0)]
+    faults = [_fault(chance, kinds, span, setup) for _ in range(chance.choice((1, 2, 4, 8)) if kinds else 0)]
     numbered = (attrs.evolve(ask, id=n + 1) for n, ask in enumerate(asks))
     return Story(seed, setup, tuple(numbered), tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
-def _ask(chance: random.Random, span: float) -> Ask:
+def _ask(chance: random.Random, span: float, engines: int) -> Ask:
     tokens = chance.choice((1, 3, 8, 13, 24, 31))
     short = chance.random() < 0.2
-    lags = [0.0 if chance.random() < 0.6 else chance.random() ** 2 * 12, 0.0 if chance.random() < 0.6 else chance.random() ** 2 * 5]
+    lags = [
+        0.0 if chance.random() < 0.6 else chance.random() ** 2 * 12,
+        0.0 if chance.random() < 0.6 else chance.random() ** 2 * 5,
+    ]
     if chance.random() < 0.06:
         lags[chance.random() < 0.5] = -1.0
     compute = chance.choice((0.0, 0.02, 0.3, 2.0))
@@ -177,6 +196,7 @@ def _ask(chance: random.Random, span: float) -> Ask:
         chunks=chance.choice((1, 1, 3)),
         compute=compute,
         lags=(round(lags[0], 4), round(lags[1], 4)),
+        to=chance.randrange(engines),
         late_pages=late,
         spans=late and chance.random() < 0.5,
         abort=round(chance.random() ** 2 * (compute + 1), 4) if chance.random() < 0.2 else -1.0,
@@ -186,15 +206,16 @@ def _ask(chance: random.Random, span: float) -> Ask:
     )
 
 
-def _fault(chance: random.Random, kinds: list[str], span: float, prefill: int, decode: int) -> Fault:
+def _fault(chance: random.Random, kinds: list[str], span: float, setup: Setup) -> Fault:
     kind = chance.choices(kinds, [FAULTS[kind] for kind in kinds])[0]
     seconds = chance.choice((0.01, 0.3, 1.0, 6.0, 12.0, 25.0, 40.0, 70.0)) * (0.5 + chance.random())
     return Fault(
         round(chance.random() * span, 4),
         kind,
-        chance.randrange(prefill),
-        chance.randrange(decode),
+        chance.randrange(setup.prefill),
+        chance.randrange(setup.decode),
         chance.random() < 0.5,
+        chance.randrange(setup.engines),
         round(seconds, 4),
         chance.randrange(1, 60),
     )
