@@ -6,7 +6,7 @@ CORES := $(shell nproc)
 # Two more than there are cores, as tests of processes wait for each other.
 JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 2)))
 
-.PHONY: deploy-test rolling demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test models acceptance bench fuzz wild demo-real clean
+.PHONY: simulate simulate-faults deploy-test rolling demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test models acceptance bench fuzz wild demo-real clean
 # $(VENV)/.X marks that the extras of X are installed. Each target installs only its own.
 $(VENV)/.demo: EXTRAS = torch,cli
 $(VENV)/.test: EXTRAS = torch,cli,test
@@ -139,6 +139,14 @@ demo-real: $(VENV)/.demo $(VENV)/smollm2/config.json
 # Engines in separate processes, with faults of every kind (docs/chaos.md); about three minutes.
 chaos: $(VENV)/.test
 	@$(PY) -m kvproto_reference.chaos --seeds $(or $(SEEDS),0..59) --jobs 2 $(ARGS)
+
+# The real Source and Sink in one thread, in a world that one seed decides (docs/simulation.md); SEEDS=17 ARGS=--trace replays.
+simulate: $(VENV)/.test
+	@$(PY) -m tests.simulation $(or $(SEED),$(SEEDS),0..999) $(ARGS)
+
+# Faults planted one at a time, each of which its shortest story must show; without ARGS=--replay they are sought anew.
+simulate-faults: $(VENV)/.test
+	@$(PY) -m tests.simulation.planting $(or $(ARGS),--replay)
 
 wild: $(VENV)/.test
 	@$(PY) -m tests.plan.wild $(or $(SECONDS),60)

@@ -52,7 +52,7 @@ def microseconds(pair: Pair) -> float:
 
 def counting() -> float:
     """Microseconds that counting the events of a transfer takes."""
-    counts, told = Counts(), list[Event]()
+    counts, told = Counts(time.monotonic), list[Event]()
     with ExitStack() as stack:
         pair = pair_of(stack)
         pair.settle()

@@ -1,6 +1,5 @@
 """Counts of events by the metrics of spec/v1/metrics.md, as plain numbers, so that counting costs next to nothing."""
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypedDict
@@ -27,7 +26,9 @@ def sample(base: Mapping[str, str], name: str, labels: tuple[str, ...], value: f
 class Counts:
     """The counts of a Source or Sink since it was opened; to be used under its node's lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        """`now` is the clock of the requests' times."""
+        self._now = now
         self._totals: dict[tuple[str, ...], float] = {("kvproto_bytes_total",): 0, ("kvproto_suspicions_total",): 0}
         """Totals by metric and label values, which are codes and words of the registry, and therefore few."""
         self._phases: dict[str, list[float]] = {}
@@ -57,7 +58,7 @@ class Counts:
         self._add("kvproto_transfers_total", "arrived", "")
         self._add("kvproto_bytes_total", by=sum(event.bytes.values()))
         self._spent("transfer", event.seconds)
-        self._spent("fetch", time.monotonic() - event.fetch.began)
+        self._spent("fetch", self._now() - event.fetch.began)
 
     def _sent(self, event: e.Sent) -> None:
         self._add("kvproto_transfers_total", "sent", "")
@@ -69,7 +70,7 @@ class Counts:
         computed = event.request.computed_at
         if computed is not None:
             self._spent("prefill", computed - event.request.began)
-            self._spent("hold", time.monotonic() - computed)
+            self._spent("hold", self._now() - computed)
 
     def _undelivered(self, event: e.Undelivered) -> None:
         self._add("kvproto_requests_total", "undelivered")

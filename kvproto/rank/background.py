@@ -2,14 +2,14 @@
 
 import contextlib
 import os
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import TypeVar
 
 from kvproto.errors import KvprotoError
+from kvproto.rank.world import world
 
 T = TypeVar("T")
 _TURN = 0.01
@@ -22,13 +22,13 @@ class Background:
     def __init__(self) -> None:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._close_bell = weakref.finalize(self, os.close, self._bell)
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: Executor | None = None
         self.results: deque[Callable[[], None]] = deque()
 
     def defer(self, work: Callable[[], T], then: Callable[[T | KvprotoError], None]) -> None:
         """Do `work` in the thread; a later `turn` calls `then` with its result, or the KvprotoError that it raised."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "kvproto background")
+            self._thread = world.executor()
         self._thread.submit(work).add_done_callback(lambda done: self._over(done, then))
 
     def _over(self, done: Future[T], then: Callable[[T | KvprotoError], None]) -> None:
@@ -47,10 +47,10 @@ class Background:
         """Pass on results, for a limited time; raises the work's exception, unless that is a KvprotoError."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-        until = time.monotonic() + _TURN
+        until = world.monotonic() + _TURN
         while self.results:
             self.results.popleft()()
-            if self.results and time.monotonic() > until:
+            if self.results and world.monotonic() > until:
                 os.eventfd_write(self._bell, 1)  # the next turn passes on the rest
                 return
 

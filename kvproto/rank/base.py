@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -27,6 +25,7 @@ from kvproto.prompt import Prompt, Ticket, check_name
 from kvproto.rank.driver import Driver, Node
 from kvproto.rank.handles import Handle, LentPool, Withdrawal
 from kvproto.rank.pool import Pool
+from kvproto.rank.world import world
 from kvproto.session import Party, new_incarnation
 from kvproto.session.records import Counters
 from kvproto.transport.base import Transport
@@ -45,7 +44,7 @@ def party_of(name: str, pool: Pool) -> Party:
     check_type("name", name, str, "the engine's name, a str")
     check_type("pool", pool, Pool, "a kvproto.Pool")
     check_name("name", name)
-    return Party(name, pool.geometry.replica, pool.rank, new_incarnation(time.time(), secrets.randbits(20)))
+    return Party(name, pool.geometry.replica, pool.rank, new_incarnation(world.time(), world.randbelow(1 << 20)))
 
 
 def options_of(options: Any) -> Options:
@@ -273,9 +272,9 @@ class EngineRank(Closing):
         if self.options.thread:
             ended.wait(timeout)
             return
-        until = None if timeout is None else time.monotonic() + timeout
+        until = None if timeout is None else world.monotonic() + timeout
         while not ended.is_set():
-            left = 1.0 if until is None else until - time.monotonic()
+            left = 1.0 if until is None else until - world.monotonic()
             if left < 0:
                 return
             self._driver.step(min(left, 1.0))
@@ -303,7 +302,7 @@ class EngineRank(Closing):
         role = type(self).__name__.lower()
         base = dict(zip(BASE, (self.name, *map(str, place), role), strict=True))
         feed = self.options.feed
-        counts = Counts() if self.options.metrics or feed is not None else None
+        counts = Counts(world.monotonic) if self.options.metrics or feed is not None else None
         path = str(feed).replace("{rank}", str(self.pool.rank)).replace("{role}", role)
         opened = FeedServer(path, self.metrics) if feed is not None else None
         return Observer(base, lambda: starmap(partial(sample, base), self._gauges()), counts, opened)

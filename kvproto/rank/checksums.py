@@ -1,12 +1,11 @@
 """Checksums of transfers at both sides, and session ids."""
 
-import secrets
-import time
 from collections.abc import Callable, Collection, Generator, Iterable
 
 from kvproto.copying.execute import PageSums, page_sums
 from kvproto.copying.program import CopyProgram
 from kvproto.rank.registration import PeerMapping
+from kvproto.rank.world import world
 from kvproto.transport.base import Regions, Transport
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Checksum, Group
@@ -19,7 +18,7 @@ SUM_TIME = 0.01
 
 def session_id() -> int:
     """Make a session id that cannot be guessed: 64 random bits, but not 0 (KVP-SES-GUESS)."""
-    return secrets.randbelow((1 << 64) - 1) + 1
+    return world.randbelow((1 << 64) - 1) + 1
 
 
 class Sums:
@@ -35,11 +34,11 @@ class Sums:
         """The checksums of the current part, once it has been started."""
 
     def advance(self, until: float) -> bool:
-        """Compute parts until a time of `time.monotonic`, the last begun alone; returns whether all are computed."""
+        """Compute parts until a time of `world.monotonic`, the last begun alone; returns whether all are computed."""
         while self._part is not None:
             if self._begun is None:
                 self._begun = self._transport.begin_checksums(self._part, self._memories, self._sink)
-            if time.monotonic() >= until:
+            if world.monotonic() >= until:
                 return False
             for group, value in self._begun().items():
                 self.by_group[group] = self.by_group.get(group, 0) + value & (1 << 64) - 1
@@ -63,8 +62,8 @@ class PageSumming:
         """The sums by group id, once all are computed."""
 
     def advance(self, until: float) -> bool:
-        """Compute sums until `until`, a time of `time.monotonic`; returns whether all are computed."""
-        while self.by_group is None and time.monotonic() < until:
+        """Compute sums until `until`, a time of `world.monotonic`; returns whether all are computed."""
+        while self.by_group is None and world.monotonic() < until:
             try:
                 next(self._steps)
             except StopIteration as done:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
@@ -13,6 +12,7 @@ import attrs
 
 from kvproto.errors import KvprotoError, LocalError, check_type, listed
 from kvproto.events import PoolFree
+from kvproto.rank.world import world
 from kvproto.wire.enums import ErrorCode
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ class Handle(Generic[Result]):
 
     def __init__(self, rank: EngineRank) -> None:
         self._rank = rank
-        self.began = time.monotonic()
-        """The time at which the operation was requested, in seconds of `time.monotonic`."""
+        self.began = world.monotonic()
+        """The time at which the operation was requested, in seconds of `world.monotonic`."""
         self._ended = threading.Event()
         self._callbacks: list[Callable[[Any], object]] = []
         self._result: Result | None = None

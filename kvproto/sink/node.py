@@ -1,6 +1,5 @@
 """A sink rank: a pool with its quarantine, transports, and links; a turn touches only what has something to do."""
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
@@ -14,6 +13,7 @@ from kvproto.rank.background import Background
 from kvproto.rank.handles import free_pools
 from kvproto.rank.pool import Pool
 from kvproto.rank.registration import features_of
+from kvproto.rank.world import world
 from kvproto.session import Party
 from kvproto.session.records import Counters
 from kvproto.session.sink import SinkSession
@@ -261,7 +261,7 @@ class SinkNode:
 
     def turn(self, ready: Collection[int] | None = None) -> list[Event]:
         """Receive, read and answer; return events. `ready` holds readable descriptors (None: look at all)."""
-        context, now = self._context, time.monotonic()
+        context, now = self._context, world.monotonic()
         if context.background.results:
             context.background.turn()
         for fd in ready or ():
@@ -312,7 +312,7 @@ class SinkNode:
         for (link, address), frame in self._dialer.receive(ready):
             link.endpoint.receive(address, frame, now)
             self._awake[link] = None
-            if time.monotonic() - now > RECEIVE_TIME:
+            if world.monotonic() - now > RECEIVE_TIME:
                 break
         for (link, address), error in self._dialer.refusals(ready):
             link.refuse(address, error, by_us=error.code != ErrorCode.NOT_ALLOWED)
@@ -342,7 +342,7 @@ class SinkNode:
         for session, process in link.endpoint.writers().items():
             if (link, session) in self._writers:
                 continue
-            writer = self._writers[link, session] = _Writer(link, session, Watch.of(process))
+            writer = self._writers[link, session] = _Writer(link, session, world.watch(process))
             if writer.watch is None:
                 continue
             if (fd := writer.watch.fileno()) is None:  # it has ended before
@@ -387,7 +387,7 @@ class SinkNode:
             if (seconds := link.poll_interval) is not None:
                 intervals.append(seconds)
         if (deadline := self._context.timers.next()) is not None:
-            intervals.append(max(deadline - time.monotonic(), 0.0))
+            intervals.append(max(deadline - world.monotonic(), 0.0))
         return min(intervals, default=None)
 
     def _all(self) -> list[SourceLink]:

@@ -1,6 +1,5 @@
 """Reads of items that sources offer, by the sink's own transports (feature PULL)."""
 
-import time
 from collections.abc import Sequence
 
 import attrs
@@ -11,6 +10,7 @@ from kvproto.errors import KvprotoError
 from kvproto.planning.plan import Route
 from kvproto.rank.pool import Pool
 from kvproto.rank.registration import PeerMapping, map_peer
+from kvproto.rank.world import world
 from kvproto.session import SinkEndpoint
 from kvproto.session.descriptions import Described
 from kvproto.session.records import SinkAttempt
@@ -75,10 +75,10 @@ class Puller:
             owned = attestation_of(session, Access.READ)
             peer = map_peer(register, described, self._transports, pair, own, owned, writes=False)
         except KvprotoError as error:
-            self._endpoint.refuse_register(session, error.kept(), time.monotonic())
+            self._endpoint.refuse_register(session, error.kept(), world.monotonic())
             return
         self._peers[session, register.epoch] = peer
-        self._endpoint.accept_register(session, peer.transport.capabilities.code, time.monotonic())
+        self._endpoint.accept_register(session, peer.transport.capabilities.code, world.monotonic())
 
     def offered(self, attempt: SinkAttempt, sinks: dict[int, Window], into: Pool, routes: tuple[Route, ...]) -> None:
         """Read an offer as soon as possible, by these routes; `sinks` are this side's windows by group id."""
@@ -98,12 +98,12 @@ class Puller:
                 peer.connection.close()
             if key in self.unmapping:
                 self.unmapping.discard(key)
-                self._endpoint.unmapped(*key, time.monotonic())
+                self._endpoint.unmapped(*key, world.monotonic())
         return len(self._pulls) < before
 
     def _begin(self, pull: _Pull) -> bool:
         """Start a copy if it may begin; whether it has already ended."""
-        attempt, now = pull.attempt, time.monotonic()
+        attempt, now = pull.attempt, world.monotonic()
         if not self._endpoint.wanted(attempt):
             return True
         try:
@@ -139,12 +139,12 @@ class Puller:
                 pull.error, done = error.kept(), False
             if done:
                 # the time is taken after the copy: what was read after the lease ended cannot be used
-                self._endpoint.read(pull.attempt, pull.copying.bytes, time.monotonic())
+                self._endpoint.read(pull.attempt, pull.copying.bytes, world.monotonic())
             if done or pull.error is None:
                 return done
         proof = pull.copying.stop()
         if proof is not None:
-            self._endpoint.unread(pull.attempt, pull.error, time.monotonic(), proof)
+            self._endpoint.unread(pull.attempt, pull.error, world.monotonic(), proof)
         return proof is not None
 
     def close(self) -> None:

@@ -1,6 +1,5 @@
 """Transfers that have arrived at a sink and wait for their checksums, some of which are computed in each turn."""
 
-import time
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ import attrs
 from kvproto.errors import KvprotoError
 from kvproto.events import Arrived, Lost
 from kvproto.rank.checksums import BEGUN, SUM_TIME, PageSumming, Sums
+from kvproto.rank.world import world
 from kvproto.sink.fetch import Fetch
 from kvproto.sink.registered_pool import RegisteredPool, begins_stated
 from kvproto.wire.enums import Outcome
@@ -102,13 +102,20 @@ class Verification:
 
     def advance(self) -> None:
         """Go on for `SUM_TIME`; end the fetches whose checksums are all computed now."""
-        until = time.monotonic() + SUM_TIME
+        until = world.monotonic() + SUM_TIME
         for arrival in islice(self.waiting, BEGUN if len(self.waiting) > 1 else 0):
             for sums in arrival.sums:
                 sums.advance(0.0)
         while self.waiting and self.waiting[0].advance(until):
             arrival = self.waiting.popleft()
             arrival.link.verified(arrival)
+
+    def stop(self, fetch: Fetch, error: KvprotoError) -> bool:
+        """End a fetch with this error in place of its checksums; False if it does not wait for them."""
+        arrival = next((arrival for arrival in self.waiting if arrival.fetch is fetch), None)
+        if arrival is not None:
+            arrival.error = arrival.error or error
+        return arrival is not None
 
     def reads(self, registered: RegisteredPool) -> bool:
         """Whether checksums are still due in this pool."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from kvproto.rank.base import EngineRank
 from kvproto.rank.handles import Handle
 from kvproto.rank.page_tables import PageRules, PageTables, RequestTables, Since
 from kvproto.rank.pool import Pool
+from kvproto.rank.world import world
 from kvproto.session.tickets import TicketState
 from kvproto.source.prefill import Computed, Finished, Prefill
 from kvproto.source.schedule import Send
@@ -43,7 +43,7 @@ class Request(Handle[Over]):
         self._calls, self.pool = calls, rank.pool
         self.ticket, self.prompt, self._length = ticket, prompt, len(prompt)
         self.computed_at: float | None = None
-        """The time at which `finish` was called, in seconds of `time.monotonic`."""
+        """The time at which `finish` was called, in seconds of `world.monotonic`."""
         self._finished = False
         self._tables = RequestTables(self.pool.page_rules)
         """The page table so far, as the engine has stated it."""
@@ -138,7 +138,7 @@ class Request(Handle[Over]):
         outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
         self._check_open("finish")
         self._tables.record(stated)
-        self._finished, self.computed_at = True, time.monotonic()
+        self._finished, self.computed_at = True, world.monotonic()
         prefilled = Finished(stated.items, end, outcome, data, after, stated.since)
         if self._rank.options.debug_pages:  # before the engine goes on and can change them
             axes, ask = self.prompt.axes, self._rank._driver.between_turns

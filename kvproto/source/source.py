@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import EngineRank, check_request, options_of, party_of, transports_of
 from kvproto.rank.handles import Handle
 from kvproto.rank.pool import Pool
+from kvproto.rank.world import world
 from kvproto.session.catalogue import Catalogue, Changes
 from kvproto.source.node import SourceNode
 from kvproto.source.request import Request
@@ -115,7 +115,7 @@ class Source(EngineRank):
 
     def _take(self, request: Request, ticket: Ticket) -> None:
         """Add a request; raises LocalError(TICKET_USED) while its ticket's first use is not past its deadline."""
-        key, now = bytes(ticket.key), time.monotonic()
+        key, now = bytes(ticket.key), world.monotonic()
         with self._handles_lock:
             if key in self._requests or self._node.tickets.used(key, now):
                 advice = "make a new ticket for each try of a request"
@@ -179,6 +179,6 @@ def _check_dialled(name: str, address: str, options: Options) -> None:
 def _listener(address: str, options: Options) -> Listener:
     """A listener at `address`, with the keys and the allow-list of the options if the address needs them."""
     if options.keys is None or not encrypted(address):
-        return Listener(address, options.insecure)
+        return world.listener(address, options.insecure)
     keys, allow = read_keys(options.keys), options.allow or Path(options.keys) / "allow.toml"
-    return Listener(address, keys=keys, allow=AllowList(allow))
+    return world.listener(address, keys=keys, allow=AllowList(allow))

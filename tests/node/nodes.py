@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, Protocol, Self, cast
 
 import attrs
@@ -30,6 +30,7 @@ from kvproto.net import Dialer
 from kvproto.planning.kinds import NO_AXES
 from kvproto.rank.base import party_of
 from kvproto.rank.page_tables import grants_of
+from kvproto.rank.world import world
 from kvproto.sink import Fetch
 from kvproto.sink.node import SinkNode
 from kvproto.source.node import SourceNode
@@ -310,7 +311,7 @@ def seen(node: SourceNode | SinkNode, see: Callable[[Any, bytes], bytes]) -> Non
 def ahead(monkeypatch: pytest.MonkeyPatch, seconds: float, *modules: ModuleType) -> None:
     """Let the clock of a role be ahead; of both without modules."""
     for module in modules or (*SINK, *SOURCE):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
+        monkeypatch.setattr(module, "world", attrs.evolve(world, monotonic=lambda: time.monotonic() + seconds))
 
 
 def begin(

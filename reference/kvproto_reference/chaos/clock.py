@@ -1,33 +1,33 @@
 """A wrong clock, which replaces the one that kvproto reads in an engine of chaos.
 
-kvproto reads time.monotonic for its timers and time.time for the number of a run. The kernel's waits and ZeroMQ's own
-timers do not follow this clock.
+A rank reads its timers' clock and the time of day, for the number of a run, from its world. The kernel's waits and
+ZeroMQ's own timers do not follow this clock.
 """
 
 from __future__ import annotations
 
-import time
+from kvproto.rank.world import world
 
 __all__ = ["Clock"]
 
 
 class Clock:
-    """Runs at a given rate, and can be made to jump; replaces time.monotonic and time.time."""
+    """Runs at a given rate, and can be made to jump; replaces the clocks of the world."""
 
     def __init__(self, rate: float, behind: float) -> None:
         """`behind` is the seconds by which the wall clock differs, negative for one that has been set back."""
         self._rate, self._jumped, self._behind = rate, 0.0, behind
-        self._monotonic, self._wall = time.monotonic, time.time
+        self._monotonic, self._wall = world.monotonic, world.time
         self._began = self._monotonic()
-        time.monotonic, time.time = self.monotonic, self.wall
+        world.monotonic, world.time = self.monotonic, self.wall
 
     def monotonic(self) -> float:
-        """Replaces time.monotonic, and never goes back."""
+        """Replaces `world.monotonic`, and never goes back."""
         now = self._monotonic()
         return now + (now - self._began) * (self._rate - 1) + self._jumped
 
     def wall(self) -> float:
-        """Replaces time.time."""
+        """Replaces `world.time`."""
         return self._wall() + self._behind
 
     def jump(self, seconds: float) -> None:

@@ -1,0 +1,34 @@
+"""The services of the machine that a rank uses: clocks, randomness, sockets, a thread and processes."""
+
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+import attrs
+
+from kvproto.net import Dialer, Listener
+from kvproto.transport.process import Watch, this_process
+from kvproto.wire.messages import Process
+
+
+@attrs.define
+class World:
+    """The real services; a simulation assigns others before it opens a Source or Sink."""
+
+    sleep: Callable[[float], None] = time.sleep
+    monotonic: Callable[[], float] = time.monotonic
+    """Seconds that never go back, by which all timers run."""
+    time: Callable[[], float] = time.time
+    """Seconds since 1970, from which incarnations are made."""
+    randbelow: Callable[[int], int] = secrets.randbelow
+    """A number from 0 on, below a bound, that nobody can guess."""
+    executor: Callable[[], Executor] = lambda: ThreadPoolExecutor(1, "kvproto background")
+    """Makes a thread for long work."""
+    listener: Callable[..., Listener] = Listener
+    dialer: Callable[..., Dialer] = Dialer
+    process: Callable[[], Process] = this_process
+    watch: Callable[[Process], Watch | None] = Watch.of
+
+
+world = World()

@@ -1,0 +1,295 @@
+"""One run of a story: engines, requests and faults; then quiet, in which everything has to end; then the end of all."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import traceback
+from collections import Counter
+from functools import partial
+
+import attrs
+
+from kvproto.session import limits
+from tests.simulation.engines import DecodeRank, PrefillRank, address
+from tests.simulation.hostile import change
+from tests.simulation.memory import GhostPool, Place, spare
+from tests.simulation.network import Network
+from tests.simulation.simulated import Simulation, Violation
+from tests.simulation.story import DECODES, PREFILL, Ask, Fault, Story
+
+QUIET = limits.TICKET_WAIT + 3 * limits.PATIENCE + 30
+"""Seconds after the last fault and deadline in which everything has to end."""
+_PROBE = 9000
+"""The requests that each decode engine makes when all is quiet, counted from here."""
+_FAR = 20.0
+"""Seconds after which a connection to a machine that has vanished breaks."""
+AnyRank = PrefillRank | DecodeRank
+
+
+@attrs.frozen
+class Result:
+    """The outcome of a run."""
+
+    violation: Violation | None
+    digest: str
+    """The digest of its trace."""
+    lines: list[str]
+    reached: Counter[str]
+    seconds: float
+    """Simulated seconds."""
+    events: int
+
+
+class Run:
+    """One run of a story."""
+
+    def __init__(self, story: Story, traced: bool = False) -> None:
+        self.story, self.setup = story, story.setup
+        self.simulation = Simulation(story.seed, story.setup.tick, traced)
+        self.network = Network(self.simulation, story.setup.latency)
+        for rank in range(self.setup.prefill):
+            self.network.name_host(address(rank), f"{PREFILL}{rank}")
+        self._places: dict[bytes, Place] = {}
+        self._runs = Counter[str]()
+        self.prefill: list[PrefillRank] = []
+        self.decodes: dict[str, list[DecodeRank]] = {role: [] for role in DECODES[: self.setup.engines]}
+        self._unproven = False
+        """Whether a writer died whose death proves nothing, so that pages may stay in quarantine."""
+
+    @property
+    def decode(self) -> list[DecodeRank]:
+        """The ranks of all decode engines."""
+        return [rank for ranks in self.decodes.values() for rank in ranks]
+
+    @property
+    def everyone(self) -> list[AnyRank]:
+        """All ranks."""
+        return [*self.decode, *self.prefill]
+
+    # engines
+
+    def _start(self, role: str, wall: float = 0.0) -> None:
+        if any(rank.alive for rank in self._ranks(role)):
+            return
+        self._runs[role] += 1
+        number, wall = self._runs[role], wall + self._runs[role] * 1e-3
+        arguments = self.simulation, self.setup, role
+        if role == PREFILL:
+            ranks = range(self.setup.prefill)
+            self.prefill = [PrefillRank(*arguments, rank, number, self._places, wall) for rank in ranks]
+        else:
+            ranks = range(self.setup.decode)
+            self.decodes[role] = [DecodeRank(*arguments, rank, number, self._places, wall) for rank in ranks]
+
+    def _ranks(self, role: str) -> list[AnyRank]:
+        return [*self.prefill] if role == PREFILL else [*self.decodes[role]]
+
+    def _end_engine(self, role: str, fault: Fault) -> None:
+        """End an engine, and start it again later."""
+        far = self.simulation.draw("far", fault.at, fault.number) < 0.4
+        for rank in [rank for rank in self._ranks(role) if rank.alive]:
+            self._unproven = self._unproven or self._unprovable(rank)
+            if fault.kind == "leave":
+                rank.call(rank.leave)
+            if rank.alive:  # it is to be killed, or is stopped and cannot leave
+                self._kill(rank, _FAR if far and fault.kind != "leave" else 0.0)
+        back = fault.kind == "clock back"
+        pause = min(fault.seconds, 45.0)
+        self.simulation.after(pause, lambda: self._start(role, -3600.0 if back else 0.0))
+        if back:
+            self.simulation.after(
+                pause + 20.0, lambda: self._end_engine(role, attrs.evolve(fault, kind="kill", seconds=0.0))
+            )
+
+    def _kill(self, rank: AnyRank, seconds: float) -> None:
+        self.network.lose(rank, seconds)
+        rank.kill()
+
+    def _unprovable(self, rank: AnyRank) -> bool:
+        """Whether the end of this rank proves nothing about its writes."""
+        return (rank.role == PREFILL) != self.setup.pull and self.setup.way == "remote"
+
+    # requests and faults
+
+    def _ask(self, ask: Ask) -> None:
+        for role, lag in zip((PREFILL, DECODES[ask.to]), ask.lags, strict=True):
+            for rank in range(self.setup.prefill if role == PREFILL else self.setup.decode):
+                skew = self.simulation.draw("skew", role, rank, ask.id) * 2e-3
+                for delay in (lag, ask.again) if ask.again >= 0 else (lag,):
+                    if delay >= 0:
+                        self.simulation.after(delay + skew, partial(self._tell, role, rank, ask))
+
+    def _tell(self, role: str, rank: int, ask: Ask) -> None:
+        process = self._ranks(role)[rank]
+        process.call(lambda: process.hear_of(ask))
+
+    def _fault(self, fault: Fault) -> None:
+        self.simulation.say("fault", f"{fault}")
+        self.simulation.reached[f"fault: {fault.kind}"] += 1
+        decode = DECODES[fault.engine]
+        role = decode if fault.at_decode else PREFILL
+        pair = f"{decode}{fault.decode}", f"{PREFILL}{fault.prefill}"
+        rank = self._ranks(role)[fault.decode if fault.at_decode else fault.prefill]
+        match fault.kind:
+            case "break" | "half open" | "cut":
+                self._disturb(pair, fault)
+            case "stop":
+                rank.stop(fault.seconds)
+            case "slow":
+                rank.gap = 0.05
+                self.simulation.after(fault.seconds, lambda: setattr(rank, "gap", 1e-4))
+            case "jump":
+                rank.jump(fault.seconds * 3)
+            case "kill" | "leave" | "clock back":
+                self._end_engine(role, fault)
+            case "sleep":
+                for each in self._ranks(role):
+                    each.call(partial(each.sleep, min(fault.seconds, 10.0)))
+            case "move":
+                for mover in self.decodes[decode]:
+                    mover.call(mover.move)
+            case "drain":
+                for each in self._ranks(role):
+                    each.call(partial(each.try_, each.door.drain))
+                leave = attrs.evolve(fault, kind="leave", seconds=0.1)
+                self.simulation.after(min(fault.seconds, 20.0), lambda: self._end_engine(role, leave))
+            case "change frame" | "repeat frame":
+                if fault.kind == "change frame":
+                    self.simulation.misled.add(decode)
+                sender, receiver = pair if fault.at_decode else pair[::-1]
+                number = self.network.counted(pair, receiver) + fault.number
+                self.network.changes[sender, receiver, number] = change(fault, self.simulation)
+
+    def _disturb(self, pair: tuple[str, str], fault: Fault) -> None:
+        """Disturb the connections of two ranks."""
+        if fault.kind == "cut":
+            self.network.cut(pair, fault.seconds)
+        for line in self.network.lines_between(pair):
+            if fault.kind == "break":
+                line.broken()
+            elif fault.kind == "half open":
+                line.forget(min(fault.seconds, 40.0))
+            elif fault.seconds > 15:  # TCP gives up
+                self.simulation.after(15.0, line.broken)
+
+    # a run
+
+    def whole(self) -> None:
+        """Play the story; raises Violation."""
+        simulation, story = self.simulation, self.story
+        for role in (PREFILL, *self.decodes):
+            self._start(role)
+        for ask in story.asks:
+            simulation.at(ask.at, partial(self._ask, ask))
+        for fault in story.faults:
+            simulation.at(fault.at, partial(self._fault, fault))
+        last = max((fault.at + min(fault.seconds, 110.0) + 25.0 for fault in story.faults), default=0.0)
+        asked = max((ask.at + max(*ask.lags, ask.again, 0.0) + ask.compute + 1 for ask in story.asks), default=0.0)
+        simulation.run(max(last, asked))
+        calm = simulation.now
+        for role in (PREFILL, *self.decodes):
+            if not all(rank.alive and not rank.draining for rank in self._ranks(role)):
+                self._end_engine(role, Fault(calm, "leave", seconds=0.0))
+        longest = max((ask.deadline for ask in story.asks), default=0.0)
+        simulation.run(calm + 1.05 * longest + QUIET, self._over)
+        self._check_over()
+        self._check_arrived()
+        self._check_ready()
+        self._probe()
+        for each in self.everyone:
+            each.check()
+            with simulation.running(each):
+                each.leave()
+
+    def _over(self) -> bool:
+        """Whether everything has ended."""
+        return not any(rank.waiting() or rank.door.quarantined or len(rank.ghosts) > 1 for rank in self.everyone)
+
+    def _excused(self, rank: AnyRank) -> bool:
+        """Whether pages may stay in quarantine: a writer is gone without proof, or this engine was misled."""
+        misled = self.simulation.misled
+        return self._unproven or rank.role in misled or (rank.role == PREFILL and bool(misled))
+
+    def _check_over(self) -> None:
+        """Raise Violation for what has not ended."""
+        for rank in self.everyone:
+            for text, lost in rank.waiting():
+                if not (lost and self._excused(rank)):
+                    raise Violation("hang", text)
+            if rank.door.quarantined and not self._excused(rank):
+                raise Violation("hang", f"{rank} keeps {rank.door.quarantined} in quarantine")
+            if len(rank.ghosts) > 1 and not self._excused(rank):
+                raise Violation("hang", f"{rank} does not get a pool back")
+
+    def _check_arrived(self) -> None:
+        """Raise Violation for a request that nothing hindered and that has not arrived."""
+        story, plenty = self.story, not self.simulation.reached["decode out of pages"]
+        for ask in story.asks if not story.faults and len(story.asks) <= 3 and plenty else ():
+            usual = ask.deadline >= 10 and max(ask.abort, ask.fail, ask.again) < 0 and not ask.other_prompt
+            if usual and min(ask.lags) >= 0 and max(ask.lags) < 4:
+                for rank in self.decodes[DECODES[ask.to]]:
+                    if ask.id not in rank.arrived:
+                        raise Violation("lost", f"{rank}: request {ask.id}, which nothing hindered, has not arrived")
+
+    def _check_ready(self) -> None:
+        """Raise Violation unless every sink greets its source again by itself."""
+        ranks = [rank for rank in self.decode if self.setup.eager and not self._excused(rank)]
+        self.simulation.run(self.simulation.now + limits.PATIENCE, lambda: all(rank.door.ready for rank in ranks))
+        for rank in ranks:
+            if not rank.door.ready:
+                raise Violation("hang", f"{rank} is not ready: {rank.door.sources}")
+
+    def _probe(self) -> None:
+        """Let each pair of engines complete a new request."""
+        probes = {}
+        for number, (role, ranks) in enumerate(self.decodes.items()):
+            if not any(self._excused(rank) for rank in ranks):
+                probes[role] = Ask(_PROBE + number, 0.0, 9, to=number)
+                self._ask(probes[role])
+        asked = [(rank, ask.id) for role, ask in probes.items() for rank in self.decodes[role]]
+        end = self.simulation.now + limits.PATIENCE + limits.TICKET_WAIT
+        self.simulation.run(end, lambda: all(id in rank.arrived for rank, id in asked))
+        for rank, id in asked:
+            if id not in rank.arrived:
+                why = rank.outcomes.get(id, "no answer")
+                raise Violation(
+                    "hang", f"{rank}: a request after all faults does not arrive: {why}, {rank.door.sources}"
+                )
+        self.simulation.run(self.simulation.now + limits.PATIENCE, self._over)
+        self._check_over()
+
+    def clean(self) -> None:
+        """Release what is left after a violation."""
+        for rank in self.everyone:
+            if rank.alive:
+                with contextlib.suppress(Exception):
+                    self._kill(rank, 0.0)
+
+
+def play(story: Story, traced: bool = False) -> Result:
+    """Play a story; an exception of kvproto is a violation too."""
+    if not spare():  # the first memory of a process takes descriptors that stay
+        GhostPool(Simulation(0), "", 1, 0, 4, 0).close()
+    before, run = _descriptors(), Run(story, traced)
+    found: Violation | None = None
+    with run.simulation.installed(run.network.listener, run.network.dialer):
+        try:
+            run.whole()
+        except Violation as violation:
+            found = violation
+        except Exception as error:
+            found = Violation("crash", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        if found is not None:
+            run.clean()
+    simulation = run.simulation
+    if found is None and _descriptors() > before:
+        gc.collect()
+        if _descriptors() > before:
+            found = Violation("leak", f"{_descriptors() - before} descriptors")
+    return Result(found, simulation.digest, simulation.lines, simulation.reached, simulation.now, simulation.events)
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) - spare()

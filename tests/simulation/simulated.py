@@ -1,0 +1,282 @@
+"""The simulated world: one queue of events, processes with clocks of their own, threads, and the trace of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from kvproto.rank.world import world
+from kvproto.transport.process import Watch
+from kvproto.wire.messages import Process as ProcessName
+
+_BOOT, _NAMESPACE, _WALL = bytes(range(16)), 1, 1.8e9
+_KEPT = 64
+"""The last lines of a trace that are kept without `--trace`."""
+
+
+class Violation(Exception):
+    """Something that must never happen: its kind, and what happened."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind, self.text = kind, text
+
+
+class Process:
+    """One simulated process, which runs one rank of an engine from its start to its death."""
+
+    def __init__(self, simulation: Simulation, name: str, run: int, rate: float = 1.0, wall: float = 0.0) -> None:
+        """`rate` is the speed of its clock, and `wall` the seconds by which its time of day is wrong."""
+        self.simulation, self.name, self.run = simulation, name, run
+        self.alive, self.stopped_until, self.gap = True, 0.0, 1e-4
+        self._rate, self._wall, self._began, self._jumped, self._ticks = rate, wall, simulation.now, 0.0, 0.0
+        self._due: float | None = None
+        self._turns = 0
+        self.number = simulation.number()
+        self.watches: list[SimulatedWatch] = []
+
+    def __str__(self) -> str:
+        return self.name if self.run == 1 else f"{self.name}#{self.run}"
+
+    # clocks
+
+    def monotonic(self) -> float:
+        """This process's clock, which each reading moves on."""
+        self._ticks += self.simulation.tick
+        return 1000.0 + (self.simulation.now - self._began) * self._rate + self._jumped + self._ticks
+
+    def time(self) -> float:
+        """This process's time of day."""
+        return _WALL + self.simulation.now + self._wall
+
+    def jump(self, seconds: float) -> None:
+        """Let the clock jump forward, as after a suspension of the machine."""
+        self._jumped += seconds
+        self.wake()
+
+    # turns
+
+    def turn(self) -> float | None:
+        """Take one turn; returns the seconds of its clock until the next is due, None if no timer is set."""
+        raise NotImplementedError
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Have the engine of this process do something, once it is not stopped."""
+        if not self.alive:
+            return
+        if self.stopped_until > self.simulation.now:
+            self.simulation.at(self.stopped_until, lambda: self.call(work))
+            return
+        with self.simulation.running(self):
+            work()
+        self.wake()
+
+    def wake(self, seconds: float | None = None) -> None:
+        """Take a turn in so many seconds, or soon."""
+        if not self.alive:
+            return
+        if seconds is None:
+            self._turns += 1
+            seconds = self.gap * (0.5 + self.simulation.draw("turn", self.name, self._turns))
+        when = max(self.simulation.now + seconds, self.stopped_until)
+        if self._due is None or when < self._due:
+            self._due = when
+            self.simulation.at(when, lambda: self._take_turn(when))
+
+    def _take_turn(self, when: float) -> None:
+        if not self.alive or self._due != when:
+            return
+        self._due = None
+        if self.stopped_until > self.simulation.now:
+            self.wake(self.stopped_until - self.simulation.now)
+            return
+        with self.simulation.running(self):
+            seconds = self.turn()
+        if seconds is not None:
+            self.wake(max(seconds / self._rate, self.gap))
+
+    def stop(self, seconds: float) -> None:
+        """Let nothing of it run for a while, as after SIGSTOP."""
+        self.stopped_until = max(self.stopped_until, self.simulation.now + seconds)
+
+    def die(self) -> None:
+        """End at once; peers on the same host can see it."""
+        self.alive = False
+        for watch in self.watches:
+            watch.end()
+
+
+class SimulatedWatch(Watch):
+    """A watch of a simulated process."""
+
+    def __init__(self, watched: Process, owner: Process) -> None:
+        self._watched, self._owner = watched, owner
+        self._bell: int | None = os.eventfd(int(not watched.alive), os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        watched.watches.append(self)
+
+    def end(self) -> None:
+        if self._bell is not None:
+            os.eventfd_write(self._bell, 1)
+            self._owner.wake()
+
+    def fileno(self) -> int | None:
+        return self._bell
+
+    @property
+    def ended(self) -> bool:
+        return not self._watched.alive
+
+    def close(self) -> None:
+        if self._bell is not None:
+            os.close(self._bell)
+            self._bell = None
+
+
+class SimulatedExecutor(Executor):
+    """A thread of a process: what it is given ends after a while."""
+
+    def __init__(self, owner: Process) -> None:
+        self._owner, self._jobs, self._shut = owner, 0, False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        self._jobs += 1
+        simulation = self._owner.simulation
+        simulation.after(
+            simulation.draw("job", self._owner.name, self._jobs) ** 2 * 0.05, lambda: self._run(future, fn, args)
+        )
+        return future
+
+    def _run(self, future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if self._shut or not self._owner.alive:
+            future.cancel()
+            return
+        with self._owner.simulation.running(self._owner):
+            try:
+                future.set_result(work(*args))
+            except Exception as error:
+                future.set_exception(error)
+        self._owner.wake()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._shut = True
+
+
+class Simulation:
+    """The queue of events; everything that happens is drawn from the seed."""
+
+    def __init__(self, seed: int, tick: float = 0.0, traced: bool = False) -> None:
+        """`tick` is what a clock moves on with each reading, so that work takes time."""
+        self.seed, self.tick, self.now, self.current = seed, tick, 0.0, None
+        self._seed = seed.to_bytes(8, "little")
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order, self._numbers, self._randoms = count(), count(1), count()
+        self._traced, self.lines = traced, list[str]()
+        self._digest = hashlib.blake2b(digest_size=8)
+        self.reached = Counter[str]()
+        """How often each kind of fault and state was reached."""
+        self.processes: dict[int, Process] = {}
+        self.misled = set[str]()
+        """Decode engines with a frame that was changed on its way: it may fail, and its own pages may go wrong."""
+        self.events = 0
+
+    current: Process | None
+
+    def number(self) -> int:
+        """The number of the next process, also its PID."""
+        return next(self._numbers)
+
+    def draw(self, *key: object) -> float:
+        """A number from 0 to 1 that the seed and this key decide, whatever else happens."""
+        text = self._seed + repr(key).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little") / (1 << 48)
+
+    # the queue
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (max(when, self.now), next(self._order), action))
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        self.at(self.now + seconds, action)
+
+    def run(self, until: float, over: Callable[[], bool] = lambda: False) -> None:
+        """Do what is due until a time, or until it is `over`."""
+        queue = self._queue
+        while queue and queue[0][0] <= until and not over():
+            self.now, _, action = heapq.heappop(queue)
+            self.events += 1
+            if self.events > _MOST:
+                raise Violation("storm", f"{_MOST} events in {self.now:.1f} s")
+            action()
+        self.now = max(self.now, until) if not queue or queue[0][0] > until else self.now
+
+    @contextmanager
+    def running(self, process: Process) -> Iterator[None]:
+        """Let a process run: it sees its own clocks."""
+        before, self.current = self.current, process
+        try:
+            yield
+        finally:
+            self.current = before
+
+    # the trace
+
+    def say(self, who: object, text: str) -> None:
+        """Add a line to the trace."""
+        line = f"{self.now:12.6f} {who} {text}"
+        self._digest.update(line.encode())
+        self.lines.append(line)
+        if not self._traced and len(self.lines) > 2 * _KEPT:
+            del self.lines[:_KEPT]
+
+    @property
+    def digest(self) -> str:
+        """The digest of the whole trace."""
+        return self._digest.hexdigest()
+
+    # the world
+
+    def _process(self) -> Process:
+        assert self.current is not None, "nothing runs outside a process"
+        return self.current
+
+    def _randbelow(self, bound: int) -> int:
+        return int(self.draw("random", next(self._randoms)) * bound)
+
+    def _sleep(self, seconds: float) -> None:
+        self._process().jump(seconds)
+
+    def _name(self) -> ProcessName:
+        number = self._process().number
+        return ProcessName(boot=_BOOT, namespace=_NAMESPACE, pid=number, start=number)
+
+    def _watch(self, name: ProcessName) -> Watch | None:
+        known = self.processes.get(name.pid)
+        return None if known is None else SimulatedWatch(known, self._process())
+
+    @contextmanager
+    def installed(self, listener: Callable[..., Any], dialer: Callable[..., Any]) -> Iterator[None]:
+        """Let ranks run in this world."""
+        names = [field.name for field in type(world).__attrs_attrs__]
+        before = {name: getattr(world, name) for name in names}
+        world.monotonic, world.time = lambda: self._process().monotonic(), lambda: self._process().time()
+        world.sleep, world.randbelow = self._sleep, self._randbelow
+        world.executor = lambda: SimulatedExecutor(self._process())
+        world.listener, world.dialer = listener, dialer
+        world.process, world.watch = self._name, self._watch
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(world, name, value)
+
+
+_MOST = 400_000
+"""Events after which a run is taken for a storm."""
