@@ -64,11 +64,11 @@ class PeerMapping:
     connection: Connection = attrs.field(factory=Connection)
     reads: bool = False
     """Whether the peer reads our memory, so that nothing of its own is mapped."""
+    packed: bool = attrs.field(init=False)
+    """Whether bytes are packed, because the peer's pages cannot be written directly."""
 
-    @property
-    def packed(self) -> bool:
-        """Whether bytes are packed, because the peer's pages cannot be written directly."""
-        return self.connection.link is not None
+    def __attrs_post_init__(self) -> None:
+        self.packed = self.connection.link is not None
 
     @property
     def key(self) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import attrs
 import pytest
 
 from kvproto.source.schedule import Scheduler, Send
@@ -152,6 +153,7 @@ def test_a_stream_is_told_of_whole_layers(stage: Stage) -> None:
 def test_through_staging_slots_the_whole_request_goes_as_one_that_grows(stage: Stage) -> None:
     made = attempt(stage)
     made.peer.connection.link = PackedLink()
+    made.peer = attrs.evolve(made.peer)
     request = made.prefill
     request.add(computed(6, (0, 3)))
     request.add(computed(6, (0, 1), model=1))
