@@ -2,7 +2,9 @@
 
 import logging
 import signal
+import threading
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import attrs
@@ -12,6 +14,7 @@ import kvproto
 from kvproto.events import Refused
 from kvproto_discovery import Registration, Row, read_found
 from kvproto_discovery.etcd import text
+from kvproto_discovery.places import etcd_of
 from kvproto_discovery.rows import write_row
 from tests.door.doors import PROMPT, filled
 
@@ -206,3 +209,32 @@ def test_a_row_states_how_many_replicas_share_its_name(member: Member, tmp_path:
         until(lambda: found)
         assert found.replicas("prefill") == 4
         assert attrs.asdict(found["prefill", 0]) == {"address": prefill.address, "key": None}
+
+
+@pytest.mark.parametrize(
+    "said", ["", "x", "[]", "7", "{}", '{"header": 7}', '{"header": {"revision": "x"}}', '{"kvs": [7]}']
+)
+def test_an_answer_that_is_none_of_etcds_ends_nothing(
+    tmp_path: Path, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(said.encode())
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"etcd:http://127.0.0.1:{server.server_port}"
+        found = read_found(place)
+        with decode(found) as sink, source(tmp_path) as prefill, closing(Registration(etcd_of(place), prefill)):
+            until(lambda: "does not answer" in caplog.text and "is not in the directory" in caplog.text)
+            sink.connect("prefill", address=prefill.address)
+            until(lambda: sink.ready)
+            hand_over(prefill, sink)
+            assert found.why
+        server.shutdown()
