@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import subprocess
 import threading
 import time
 from contextlib import closing
@@ -19,7 +20,7 @@ from kvproto_discovery.places import etcd_of
 from kvproto_discovery.rows import write_row
 from tests.door.doors import PROMPT, filled
 
-from .members import Member, decode, hand_over, source, until
+from .members import Member, decode, hand_over, running, source, until
 
 EARLY = kvproto.Options(part_bytes=1, first_part_ratio=0.0)
 READY = frozenset({("prefill", 0)})
@@ -241,3 +242,24 @@ def test_an_answer_that_is_none_of_etcds_ends_nothing(
             hand_over(prefill, sink)
             assert found.why
         server.shutdown()
+
+
+def test_etcd_with_certificates_on_both_sides(tmp_path: Path) -> None:
+    """A client without one, or that trusts another authority, gets no answer."""
+    (tmp_path / "own.cnf").write_text("subjectAltName=IP:127.0.0.1\n")
+    for arguments in (
+        "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout ca.key -out ca.pem -days 2 -subj /CN=ca",
+        "req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout own.key -out own.csr -subj /CN=own",
+        "x509 -req -in own.csr -CA ca.pem -CAkey ca.key -CAcreateserial -out own.pem -days 2 -extfile own.cnf",
+    ):
+        subprocess.run(["openssl", *arguments.split()], cwd=tmp_path, check=True, capture_output=True)
+    with running(tmp_path / "etcd", tmp_path) as member:
+        with (
+            decode(read_found(member.place)) as sink,
+            source(tmp_path) as prefill,
+            closing(Registration(member.etcd, prefill)),
+        ):
+            until(lambda: sink.ready)
+        for left in ("", f"?ca={tmp_path}/ca.pem"):
+            with pytest.raises(kvproto.LocalError, match="an answer to"):
+                etcd_of(member.place.partition("?")[0] + left).rows()
