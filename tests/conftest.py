@@ -169,6 +169,7 @@ THOROUGH = {
     "conformance/test_live.py::test_a_fault_is_found_by_the_scenario_that_names_it",
     "conformance/test_prove.py::test_parts_make_the_whole_and_an_interrupted_run_goes_on",
     "conformance/test_prove.py::test_what_nobody_notices_and_a_reason_that_is_not_true_fail_the_command",
+    "router/test_rolling.py",
     "tools/test_candidates.py::test_a_draft_changes_with_a_line_in_the_changelog",
     "tools/test_candidates.py::test_a_minor_version_adds_a_field",
     "tools/test_candidates.py::test_the_check_refuses_a_change_until_a_candidate_is_opened",

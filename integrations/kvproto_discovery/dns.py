@@ -6,7 +6,6 @@ import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 from kvproto import LocalError
 from kvproto.errors import ErrorCode, bad
@@ -17,6 +16,8 @@ __all__ = ["Dns"]
 _RANGE = re.compile(r"\{(\d{1,4})-(\d{1,4})\}")
 _MOST = 256
 """The most names of one engine."""
+_ENOUGH = 3
+"""Names that cannot be looked up, one after the other, after which no more are tried."""
 _GONE = (socket.EAI_NONAME, socket.EAI_NODATA)
 """Errors by which a resolver says that a name has no address; others say that it does not know."""
 
@@ -43,18 +44,26 @@ class Dns:
     def watch(self, stop: threading.Event) -> Iterator[Mapping[Replica, Row]]:
         """All sources, at first and after each change; raises LocalError while nothing can be looked up."""
         told: dict[Replica, str] | None = None
-        with ThreadPoolExecutor(min(len(self._names), 8), "kvproto dns") as threads:
-            while not stop.is_set():
-                found = dict(zip(self._names, threads.map(self._look, self._names), strict=True))
-                if all(isinstance(each, OSError) for each in found.values()):
-                    first = next(iter(found))
-                    mine, advice = "an answer of the resolver", "see resolv.conf; the sources known so far stay"
-                    raise LocalError(ErrorCode.ABORTED, f"dns {self._names[first][0]}", mine, str(found[first]), advice)
-                self._known = {n: each for n in found if (each := self._now(n, found[n])) is not None}
-                if self._known != told:
-                    told = dict(self._known)
-                    yield {replica: self._row(replica, address) for replica, address in told.items()}
-                stop.wait(self._every)
+        while not stop.is_set():
+            found = self._look_all()
+            self._known = {n: place for n in self._names if (place := self._now(n, found.get(n))) is not None}
+            if self._known != told:
+                told = dict(self._known)
+                yield {replica: self._row(replica, address) for replica, address in told.items()}
+            stop.wait(self._every)
+
+    def _look_all(self) -> dict[Replica, list[str] | OSError]:
+        """The addresses of all names, or of few if the first cannot be looked up; raises LocalError if none can."""
+        found: dict[Replica, list[str] | OSError] = {}
+        for replica in self._names:
+            found[replica] = self._look(replica)
+            if len(found) >= _ENOUGH and all(isinstance(each, OSError) for each in found.values()):
+                break
+        if all(isinstance(each, OSError) for each in found.values()):
+            first = next(iter(found))
+            mine, advice = "an answer of the resolver", "see resolv.conf; the sources known so far stay"
+            raise LocalError(ErrorCode.ABORTED, f"dns {self._names[first][0]}", mine, str(found[first]), advice)
+        return found
 
     def _row(self, replica: Replica, address: str) -> Row:
         engine, number = replica
@@ -73,10 +82,10 @@ class Dns:
             return OSError(str(error))
         return [str(place[0]) for *_, place in found]
 
-    def _now(self, replica: Replica, found: list[str] | OSError) -> str | None:
+    def _now(self, replica: Replica, found: list[str] | OSError | None) -> str | None:
         """The address of a replica: the one it had, if it has it still or nobody knows, else the first."""
         known = self._known.get(replica)
-        if isinstance(found, OSError) or known in found:
+        if found is None or isinstance(found, OSError) or known in found:
             return known
         return found[0] if found else None
 

@@ -31,6 +31,8 @@ _PACE = 0.5
 """The least seconds between two reads of all rows."""
 _LARGEST = 64 << 20
 """The most bytes of an answer."""
+NONSENSE = (AttributeError, KeyError, TypeError, ValueError)
+"""Errors of whoever reads an answer that is none of etcd's."""
 _MOST = 16384
 """The most rows that are read."""
 
@@ -84,12 +86,18 @@ class Etcd:
     def rows(self) -> tuple[Mapping[Replica, Row], int]:
         """The row of the lowest rank of each replica, and etcd's revision; wrong ones are logged and left out."""
         answer = self.call("kv/range", key=text(self.prefix), range_end=text(end_of(self.prefix)), limit=_MOST)
-        found = {plain(kv["key"]).decode(errors="replace"): plain(kv.get("value", "")) for kv in answer.get("kvs", [])}
+        try:
+            found = {
+                plain(kv["key"]).decode(errors="replace"): plain(kv.get("value", "")) for kv in answer.get("kvs", [])
+            }
+            revision = int(answer["header"]["revision"])
+        except NONSENSE as error:
+            raise silent("kv/range", error) from error
         rows, wrong = read_rows(found, self.prefix)
         for name in wrong.keys() - self._wrong:
             _log.warning("a row of the directory is not used: %s", wrong[name])
         self._wrong = frozenset(wrong)
-        return by_replica(rows), int(answer["header"]["revision"])
+        return by_replica(rows), revision
 
     def call(self, what: str, **body: Any) -> dict[str, Any]:
         """The answer of the first member that gives one; raises LocalError if none does."""
@@ -100,7 +108,7 @@ class Etcd:
                     return said
                 raise ValueError("no object")
             except (OSError, ValueError, http.client.HTTPException) as error:
-                raise _silent(what, error) from error
+                raise silent(what, error) from error
 
     def _open(self, what: str, body: Mapping[str, Any], patience: float) -> http.client.HTTPResponse:
         last: Exception | None = None
@@ -114,7 +122,7 @@ class Etcd:
             except (OSError, http.client.HTTPException) as error:
                 last = error
                 self._urls = [*self._urls[1:], self._urls[0]]  # ask another member first from now on
-        raise _silent(what, last) from last
+        raise silent(what, last) from last
 
     @property
     def _opener(self) -> urllib.request.OpenerDirector:
@@ -151,6 +159,9 @@ def end_of(prefix: str) -> bytes:
     return data[:-1] + bytes([data[-1] + 1])
 
 
-def _silent(what: str, error: Exception | None) -> LocalError:
+def silent(what: str, error: Exception | None) -> LocalError:
+    """The error of a call that etcd has not answered, or with nonsense."""
     mine, advice = f"an answer to {what}", "see whether etcd runs; the sources known so far stay"
-    return LocalError(ErrorCode.ABORTED, "etcd", mine, str(error), advice)
+    return LocalError(
+        ErrorCode.ABORTED, "etcd", mine, repr(error) if isinstance(error, NONSENSE) else str(error), advice
+    )

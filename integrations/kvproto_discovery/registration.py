@@ -12,7 +12,7 @@ from kvproto.errors import LocalError, bad
 from kvproto.net import encrypted, is_wildcard, read_keys
 from kvproto.observability.records import shown
 from kvproto.planning.geometry import encode_geometry
-from kvproto_discovery.etcd import Etcd, plain, text
+from kvproto_discovery.etcd import NONSENSE, Etcd, plain, silent, text
 from kvproto_discovery.rows import Row, name_of, read_row, write_row
 
 __all__ = ["Registration"]
@@ -56,6 +56,8 @@ class Registration:
                 try:
                     self._keep()
                     self._told = ""
+                except NONSENSE as error:
+                    self._warn(shown(silent("it", error)))
                 except KvprotoError as error:
                     self._warn(shown(error))
                 due = time.monotonic() + self._seconds / 3

@@ -28,6 +28,8 @@ class Member:
     folder: Path
     process: "subprocess.Popen[bytes] | None" = None
     ports: tuple[int, int] = (0, 0)
+    keys: Path | None = None
+    """The folder of the certificates with which it serves https alone, and asks for those of clients."""
     known: bool = False
     """Whether it has ever answered at its ports, which it keeps from then on."""
 
@@ -37,15 +39,27 @@ class Member:
         while not (self.process and self.process.poll() is None):
             if not self.known:
                 self.ports = _free()
-            client, peer = (f"http://127.0.0.1:{port}" for port in self.ports)
+            client, peer = f"{self.url}:{self.ports[0]}", f"http://127.0.0.1:{self.ports[1]}"
             self.process = subprocess.Popen(
                 [program, "--data-dir", str(self.folder), "--listen-client-urls", client, "--advertise-client-urls", client,
                  "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}",
-                 "--heartbeat-interval=20", "--election-timeout=200", "--unsafe-no-fsync"],
+                 "--heartbeat-interval=20", "--election-timeout=200", "--unsafe-no-fsync", *self._secure],
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             with contextlib.suppress(AssertionError):
                 until(self._answers)
+
+    @property
+    def url(self) -> str:
+        """Its URL, up to its port."""
+        return f"http{'s' if self.keys else ''}://127.0.0.1"
+
+    @property
+    def _secure(self) -> list[str]:
+        if self.keys is None:
+            return []
+        files = {"cert-file": "own.pem", "key-file": "own.key", "trusted-ca-file": "ca.pem"}
+        return ["--client-cert-auth", *(f"--{name}={self.keys / file}" for name, file in files.items())]
 
     def _answers(self) -> bool:
         assert self.process is not None
@@ -66,7 +80,10 @@ class Member:
     @property
     def place(self) -> str:
         """The text that settings name it by."""
-        return f"etcd:http://127.0.0.1:{self.ports[0]}"
+        place = f"etcd:{self.url}:{self.ports[0]}"
+        if self.keys is None:
+            return place
+        return f"{place}?ca={self.keys}/ca.pem&cert={self.keys}/own.pem&key={self.keys}/own.key"
 
     @property
     def etcd(self) -> Etcd:
@@ -127,9 +144,9 @@ def hand_over(prefill: kvproto.Source, sink: kvproto.Sink) -> kvproto.Fetch:
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[Member]:
-    """A member with its data in a folder."""
-    made = Member(folder)
+def running(folder: Path, keys: Path | None = None) -> Iterator[Member]:
+    """A member with its data in a folder, with or without keys."""
+    made = Member(folder, keys=keys)
     made.start()
     yield made
     with contextlib.suppress(ProcessLookupError):

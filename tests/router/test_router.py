@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from kvproto import Finder
 from kvproto_reference.checkpoint import CHECKPOINTS
 from kvproto_reference.commands import decode, prefill, router
+from kvproto_reference.demo.options import rank_address
 from kvproto_reference.demo.prompts import Prompt
 from kvproto_reference.demo.router import Request
 from kvproto_reference.engine.undivided import Undivided
@@ -221,3 +223,27 @@ def test_a_prompt_goes_where_its_beginning_went_unless_others_have_less_to_do(tm
     assert other.engines[1] != first.engines[1]
     assert other.engines[0] != again.engines[0]
     made.close()
+
+
+def test_a_finder_sends_a_prompt_to_the_prefill_engine_that_keeps_its_pages(fleet: Fleet) -> None:
+    for name in ("prefill-0", "prefill-1", "decode-0"):
+        fleet.start(name, *(["--sources", 2] if name == "decode-0" else ["--host-pages", 64]))
+    tokens = list(TEXT.encode())
+    with Finder([rank_address(f"ipc://{fleet.folder}/kv", n, 0) for n in range(2)]) as finder:
+        made = BalancedRouter(fleet.folder, "prefill", 2, 1, finder)
+        made.wait_ready(60)
+        chosen = list[str]()
+        for number in range(6):
+            request = Request(number, Prompt(name="", tokens=tokens), 2)
+            made.add(request)
+            while not request.over:
+                made.turn(lambda request: None, 20)
+            assert request.error is None
+            made.forget(request)
+            chosen.append(request.engines[0])
+            deadline = time.monotonic() + 30
+            while not [held for held in finder.find(tokens) if held.tokens and f"prefill-{held.replica}" == chosen[0]]:
+                made.turn(lambda request: None, 20)
+                assert time.monotonic() < deadline
+        made.close()
+    assert len(set(chosen)) == 1
