@@ -14,7 +14,7 @@ PREFILL, DECODES = "p", ("d", "e")
 TPS = (1, 1), (2, 1), (1, 2), (2, 3), (3, 2), (2, 2)
 FAULTS = {
     "break": 6, "cut": 5, "half open": 4, "stop": 6, "slow": 3, "jump": 3, "kill": 6, "leave": 3, "clock back": 1,
-    "change frame": 6, "repeat frame": 3, "sleep": 3, "move": 1, "drain": 1,
+    "change frame": 6, "repeat frame": 3, "sleep": 5, "move": 3, "drain": 1,
 }  # fmt: skip
 """Kinds of faults, and how often each is drawn."""
 
@@ -160,7 +160,7 @@ def of_seed(seed: int) -> Story:
         verify=chance.random() < 0.6,
         eager=chance.random() < 0.8,
         latency=chance.choice((1e-4, 5e-4, 5e-3, 5e-2)),
-        pace=chance.choice((1e-4, 1e-3, 2e-2)),
+        pace=chance.choice((1e-4, 1e-3, 2e-2, 0.2)),
         part=chance.choice((64, 256, 1024)),
         tick=chance.choice((0.0, 1e-6, 2e-4)),
         rates=(chance.choice((1.0, 1.0, 0.98, 1.05)), chance.choice((1.0, 1.0, 0.97, 1.02))),
@@ -217,5 +217,5 @@ def _fault(chance: random.Random, kinds: list[str], span: float, setup: Setup) -
         chance.random() < 0.5,
         chance.randrange(setup.engines),
         round(seconds, 4),
-        chance.randrange(1, 60),
+        chance.randrange(1, 30),
     )
