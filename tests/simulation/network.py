@@ -69,7 +69,9 @@ class Direction:
         if not self._line.heard(self):  # the other end has forgotten the connection
             network.simulation.reached["frame to nobody"] += 1
             return
-        network.simulation.say(self._receiver, f"<- {self._line.other(self._receiver)} {kind_of(frame)}")
+        kind = kind_of(frame)
+        network.simulation.say(self._receiver, f"<- {self._line.other(self._receiver)} {kind}")
+        network.delivered(kind)
         self._inbox.append((self._name, frame))
         self._receiver.wake()
 
@@ -281,6 +283,8 @@ class Network:
         self._hosts: dict[str, str] = {}
         self.changes: dict[tuple[str, str, int], Callable[[bytes], Frames]] = {}
         """Functions that change the frame of this number, by sender's and receiver's names."""
+        self.delivered: Callable[[str], None] = lambda kind: None
+        """Called with the kind of each frame that comes."""
 
     def listener(self, address: str, *_: Any, **__: Any) -> SimulatedListener:
         assert self.simulation.current is not None
