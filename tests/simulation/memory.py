@@ -283,6 +283,7 @@ class SimulatedTransport(base.Transport):
             batches=False,
             incremental=way.incremental,
             poll_interval=pace,
+            summed_at_once=part,
         )
 
     def delay(self) -> float:

@@ -169,7 +169,7 @@ def of_seed(seed: int) -> Story:
         latency=chance.choice((1e-4, 5e-4, 5e-3, 5e-2)),
         pace=chance.choice((1e-4, 1e-3, 2e-2, 2e-2, 0.2) if not pull else (1e-3, 2e-2, 0.1, 0.2)),
         part=chance.choice((64, 256, 1024)),
-        tick=chance.choice((0.0, 1e-6, 2e-4)),
+        tick=chance.choice((0.0, 1e-6, 2e-4, 3e-3)),
         rates=(chance.choice((1.0, 1.0, 0.98, 1.05)), chance.choice((1.0, 1.0, 0.97, 1.02))),
         lease=chance.choice((10.0, 1.0)),
         part_bytes=chance.choice((1 << 24, 1)),
