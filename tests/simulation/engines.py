@@ -123,6 +123,8 @@ class Rank(Process):
         held = [ask for ask, holder in self.held() if holder is ghost]
         if held:
             raise Violation("freed too early", f"{self}: a pool is free in which request {held[0]} has pages")
+        for place in self._places.values():
+            place.free = place.free or place.memory is ghost.memory
         ghost.give(list(ghost.owner))
         self.retired.append(ghost)
 

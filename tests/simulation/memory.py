@@ -184,6 +184,8 @@ class Place:
 
     owner: Process
     memory: Any
+    free: bool = False
+    """Whether its owner was told that nobody uses it any more."""
 
 
 @attrs.define(eq=False)
@@ -220,11 +222,11 @@ class SimulatedCopy:
         if self._stopped or not self._parts or not self._transport.owner.alive:
             return
         part, sources, sinks = self._parts.pop(0)
-        here, there = {id: _buffer(m) for id, m in sources.items()}, sinks
-        read = {id: bytes(memory) for id, memory in here.items()}
+        self._transport.check_use(sources, "reads")
+        read = {id: bytes(_buffer(memory)) for id, memory in sources.items()}
         self._flying += 1
         simulation, delay = self._transport.simulation, self._transport.delay()
-        simulation.after(delay, lambda: self._land(part, read, there))
+        simulation.after(delay, lambda: self._land(part, read, sinks))
         simulation.after(delay * 0.4, self._post)
 
     def _land(self, part: CopyProgram, read: Mapping[int, Any], sinks: Mapping[int, Any]) -> None:
@@ -247,6 +249,7 @@ class SimulatedCopy:
         """Whether every byte is at its destination; a host's copy goes on with each call."""
         if not self._transport.way.asynchronous and self._parts and self._transport.owner.alive:
             part, sources, sinks = self._parts.pop(0)
+            self._transport.check_use(sources, "reads")
             self._transport.write(part, {id: _buffer(m) for id, m in sources.items()}, sinks, self)
         if self._error is not None:
             raise self._error.again()
@@ -280,6 +283,7 @@ class SimulatedTransport(base.Transport):
             batches=False,
             incremental=way.incremental,
             poll_interval=pace,
+            summed_at_once=part,
         )
 
     def delay(self) -> float:
@@ -327,18 +331,25 @@ class SimulatedTransport(base.Transport):
 
     def write(self, part: CopyProgram, read: Mapping[int, Any], sinks: Mapping[int, Any], copy: SimulatedCopy) -> None:
         """Land a part, whether or not anybody still wants it."""
-        for mapped in sinks.values():
-            if isinstance(mapped, MappedPlace):
-                if not mapped.open:
-                    raise Violation("unmapped", f"{self.owner} writes memory that it has unmapped")
-                if not mapped.place.owner.alive:
-                    self.simulation.reached["write to the dead"] += 1
-                    if not self.way.dies:
-                        copy.fail(RemoteError(ErrorCode.TRANSPORT_FAILED, "", "memory", "none", "it has ended"))
-                    return
+        self.check_use(sinks, "writes")
+        if any(isinstance(mapped, MappedPlace) and not mapped.place.owner.alive for mapped in sinks.values()):
+            self.simulation.reached["write to the dead"] += 1
+            if not self.way.dies:
+                copy.fail(RemoteError(ErrorCode.TRANSPORT_FAILED, "", "memory", "none", "it has ended"))
+            return
         execute(part, read, {id: _buffer(memory) for id, memory in sinks.items()})
         for mapped in sinks.values():
             self.landed(mapped.place.owner if isinstance(mapped, MappedPlace) else self.owner)
+
+    def check_use(self, memories: Mapping[int, Any], uses: str) -> None:
+        """Raise Violation for memory that is unmapped, or that its owner was told is free."""
+        for mapped in memories.values():
+            if not isinstance(mapped, MappedPlace):
+                continue
+            if not mapped.open:
+                raise Violation("unmapped", f"{self.owner} {uses} memory that it has unmapped")
+            if mapped.place.free and mapped.place.owner.alive and not self.simulation.misled:
+                raise Violation("freed too early", f"{self.owner} {uses} a pool of {mapped.place.owner} that is free")
 
     def begin_checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> Callable[[], dict[int, int]]:
         return partial(checksums, program, {id: _buffer(m) for id, m in memory.items()}, sink)

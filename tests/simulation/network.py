@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from kvproto.net import Dialer, Listener, limits
@@ -14,6 +15,10 @@ from tests.simulation.simulated import Process, Simulation
 _RECONNECT = 0.1
 _LATE = 0.3
 """Seconds for which one frame in thirty is late, and all behind it."""
+
+
+Frames = list[tuple[bytes, float]]
+"""Frames, each with the seconds by which it comes later."""
 
 
 class Direction:
@@ -38,11 +43,19 @@ class Direction:
         if chance > 0.97:
             delay += _LATE * simulation.draw("late", pair, self._receiver.name, number)
             simulation.reached["frame late"] += 1
-        for each in network.changed(pair, self._receiver, number, frame):
-            self._waiting.append(each)
+        for each, later in network.changed(pair, self._receiver, number, frame):
+            if later:
+                simulation.after(later, partial(self._add, each, delay))
+            else:
+                self._add(each, delay)
+        return True
+
+    def _add(self, frame: bytes, delay: float) -> None:
+        simulation = self._line.network.simulation
+        if self.open:
+            self._waiting.append(frame)
             self._ready = max(self._ready, simulation.now + delay)
             simulation.at(self._ready, self._deliver)
-        return True
 
     def _deliver(self) -> None:
         if not self.open or not self._waiting:
@@ -56,7 +69,9 @@ class Direction:
         if not self._line.heard(self):  # the other end has forgotten the connection
             network.simulation.reached["frame to nobody"] += 1
             return
-        network.simulation.say(self._receiver, f"<- {self._line.other(self._receiver)} {kind_of(frame)}")
+        kind = kind_of(frame)
+        network.simulation.say(self._receiver, f"<- {self._line.other(self._receiver)} {kind}")
+        network.delivered(kind)
         self._inbox.append((self._name, frame))
         self._receiver.wake()
 
@@ -266,8 +281,10 @@ class Network:
         self._cut: dict[tuple[str, str], float] = {}
         self._counts: dict[tuple[Any, ...], int] = {}
         self._hosts: dict[str, str] = {}
-        self.changes: dict[tuple[str, str, int], Any] = {}
+        self.changes: dict[tuple[str, str, int], Callable[[bytes], Frames]] = {}
         """Functions that change the frame of this number, by sender's and receiver's names."""
+        self.delivered: Callable[[str], None] = lambda kind: None
+        """Called with the kind of each frame that comes."""
 
     def listener(self, address: str, *_: Any, **__: Any) -> SimulatedListener:
         assert self.simulation.current is not None
@@ -294,11 +311,11 @@ class Network:
         """The number of the last frame of a direction."""
         return self._counts.get((pair, receiver), 0)
 
-    def changed(self, pair: tuple[str, str], receiver: Process, number: int, frame: bytes) -> list[bytes]:
+    def changed(self, pair: tuple[str, str], receiver: Process, number: int, frame: bytes) -> Frames:
         """The frames that come in place of this one."""
         sender = pair[1] if receiver.name == pair[0] else pair[0]
         change = self.changes.pop((sender, receiver.name, number), None)
-        return [frame] if change is None else change(frame)
+        return [(frame, 0.0)] if change is None else change(frame)
 
     # faults
 

@@ -52,7 +52,7 @@ class Run:
         for rank in range(self.setup.prefill):
             self.network.name_host(address(rank), f"{PREFILL}{rank}")
         self._places: dict[bytes, Place] = {}
-        self._runs = Counter[str]()
+        self._runs, self._kinds = Counter[str](), Counter[str]()
         self.prefill: list[PrefillRank] = []
         self.decodes: dict[str, list[DecodeRank]] = {role: [] for role in DECODES[: self.setup.engines]}
         self._unproven = False
@@ -162,6 +162,15 @@ class Run:
                 number = self.network.counted(pair, receiver) + fault.number
                 self.network.changes[sender, receiver, number] = change(fault, self.simulation)
 
+    def _delivered(self, kind: str) -> None:
+        """Bring about the faults that are aimed at a frame which has come."""
+        self._kinds[kind] += 1
+        for fault in self.story.faults:
+            if (fault.on, fault.number) == (kind, self._kinds[kind]) and self.simulation.now <= fault.at:
+                self.simulation.reached["fault at its moment"] += 1
+                delay = self.simulation.draw("moment", kind, fault.number) ** 2 * 4 * self.setup.pace
+                self.simulation.after(delay, partial(self._fault, fault))
+
     def _disturb(self, pair: tuple[str, str], fault: Fault) -> None:
         """Disturb the connections of two ranks."""
         if fault.kind == "cut":
@@ -184,7 +193,9 @@ class Run:
         for ask in story.asks:
             simulation.at(ask.at, partial(self._ask, ask))
         for fault in story.faults:
-            simulation.at(fault.at, partial(self._fault, fault))
+            if not fault.on:
+                simulation.at(fault.at, partial(self._fault, fault))
+        self.network.delivered = self._delivered
         last = max((fault.at + min(fault.seconds, 110.0) + 25.0 for fault in story.faults), default=0.0)
         asked = max((ask.at + max(*ask.lags, ask.again, 0.0) + ask.compute + 1 for ask in story.asks), default=0.0)
         simulation.run(max(last, asked))

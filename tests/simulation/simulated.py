@@ -67,7 +67,7 @@ class Process:
         """Take one turn; returns the seconds of its clock until the next is due, None if no timer is set."""
         raise NotImplementedError
 
-    def call(self, work: Callable[[], None]) -> None:
+    def call(self, work: Callable[[], object]) -> None:
         """Have the engine of this process do something, once it is not stopped."""
         if not self.alive:
             return

@@ -14,9 +14,14 @@ PREFILL, DECODES = "p", ("d", "e")
 TPS = (1, 1), (2, 1), (1, 2), (2, 3), (3, 2), (2, 2)
 FAULTS = {
     "break": 6, "cut": 5, "half open": 4, "stop": 6, "slow": 3, "jump": 3, "kill": 6, "leave": 3, "clock back": 1,
-    "change frame": 6, "repeat frame": 3, "sleep": 3, "move": 1, "drain": 1,
+    "change frame": 6, "repeat frame": 3, "sleep": 5, "move": 3, "drain": 1,
 }  # fmt: skip
 """Kinds of faults, and how often each is drawn."""
+MOMENTS = (
+    "Transfer", "Transfer", "Accepted", "Done", "Done", "DoneAck", "Grant", "Progress", "Abort", "Drained", "Failed", "Offer",
+    "Offer", "Pulled", "Renew", "Hello", "Welcome", "Description", "Register", "Registered", "Unregister", "Data", "Credit",
+)  # fmt: skip
+"""Kinds of messages that faults are aimed at."""
 
 
 def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -96,6 +101,8 @@ class Fault:
     """The number of the decode engine."""
     seconds: float = 0.0
     number: int = 0
+    on: str = ""
+    """The kind of message of which the `number`-th brings it, if that comes before `at`."""
 
 
 @attrs.frozen
@@ -160,9 +167,9 @@ def of_seed(seed: int) -> Story:
         verify=chance.random() < 0.6,
         eager=chance.random() < 0.8,
         latency=chance.choice((1e-4, 5e-4, 5e-3, 5e-2)),
-        pace=chance.choice((1e-4, 1e-3, 2e-2)),
+        pace=chance.choice((1e-4, 1e-3, 2e-2, 2e-2, 0.2) if not pull else (1e-3, 2e-2, 0.1, 0.2)),
         part=chance.choice((64, 256, 1024)),
-        tick=chance.choice((0.0, 1e-6, 2e-4)),
+        tick=chance.choice((0.0, 1e-6, 2e-4, 3e-3)),
         rates=(chance.choice((1.0, 1.0, 0.98, 1.05)), chance.choice((1.0, 1.0, 0.97, 1.02))),
         lease=chance.choice((10.0, 1.0)),
         part_bytes=chance.choice((1 << 24, 1)),
@@ -209,13 +216,16 @@ def _ask(chance: random.Random, span: float, engines: int) -> Ask:
 def _fault(chance: random.Random, kinds: list[str], span: float, setup: Setup) -> Fault:
     kind = chance.choices(kinds, [FAULTS[kind] for kind in kinds])[0]
     seconds = chance.choice((0.01, 0.3, 1.0, 6.0, 12.0, 25.0, 40.0, 70.0)) * (0.5 + chance.random())
+    on = chance.choice(MOMENTS) if chance.random() < 0.5 else ""
+    aimed_number = chance.choice((1, 1, 2, 3, 5))
     return Fault(
-        round(chance.random() * span, 4),
+        round(span if on else chance.random() * span, 4),
         kind,
         chance.randrange(setup.prefill),
         chance.randrange(setup.decode),
         chance.random() < 0.5,
         chance.randrange(setup.engines),
         round(seconds, 4),
-        chance.randrange(1, 60),
+        aimed_number if on else chance.randrange(1, 30),
+        on,
     )
