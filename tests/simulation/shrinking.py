@@ -50,5 +50,5 @@ def _simpler(story: Story) -> Iterator[Story]:
             yield attrs.evolve(story, asks=(*story.asks[:n], changed, *story.asks[n + 1 :]))
     for n, fault in enumerate(story.faults):
         for name, value in (("prefill", 0), ("decode", 0), ("number", 1), ("seconds", round(fault.seconds / 2, 4))):
-            different: Fault = attrs.evolve(fault, **{name: value})  # type: ignore[arg-type]
+            different = attrs.evolve(fault, **{name: value})  # type: ignore[arg-type]
             yield attrs.evolve(story, faults=(*story.faults[:n], different, *story.faults[n + 1 :]))
