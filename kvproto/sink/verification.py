@@ -102,10 +102,10 @@ class Verification:
 
     def advance(self) -> None:
         """Go on for `SUM_TIME`; end the fetches whose checksums are all computed now."""
-        until = world.monotonic() + SUM_TIME
         for arrival in islice(self.waiting, BEGUN if len(self.waiting) > 1 else 0):
             for sums in arrival.sums:
                 sums.advance(0.0)
+        until = world.monotonic() + SUM_TIME  # after the others were begun, so that each turn gets on with the first
         while self.waiting and self.waiting[0].advance(until):
             arrival = self.waiting.popleft()
             arrival.link.verified(arrival)

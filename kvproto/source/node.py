@@ -381,9 +381,9 @@ class SourceNode:
         over = [send for send in sends if not send.copies and (send.last or send.failure or send.unwanted())]
         if not over:
             return
-        until = world.monotonic() + SUM_TIME
         for send in over[1:BEGUN]:
             self._summed(send, 0.0)
+        until = world.monotonic() + SUM_TIME
         for send in over:
             if self._summed(send, until) and self._unchanged(send, until):
                 send.request.sends.remove(send)

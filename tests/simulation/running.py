@@ -236,7 +236,8 @@ class Run:
 
     def _check_arrived(self) -> None:
         """Raise Violation for a request that nothing hindered and that has not arrived."""
-        story, plenty = self.story, not self.simulation.reached["decode out of pages"]
+        story = self.story
+        plenty = self.setup.pace < 0.1 and not self.simulation.reached["decode out of pages"]
         for ask in story.asks if not story.faults and len(story.asks) <= 3 and plenty else ():
             usual = ask.deadline >= 10 and max(ask.abort, ask.fail, ask.again) < 0 and not ask.other_prompt
             if usual and min(ask.lags) >= 0 and max(ask.lags) < 4:

@@ -278,5 +278,5 @@ class Simulation:
                 setattr(world, name, value)
 
 
-_MOST = 400_000
+_MOST = 100_000
 """Events after which a run is taken for a storm."""
