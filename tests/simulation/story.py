@@ -13,7 +13,7 @@ PREFILL, DECODES = "p", ("d", "e")
 """Engines: one that computes, and up to two that decode."""
 TPS = (1, 1), (2, 1), (1, 2), (2, 3), (3, 2), (2, 2)
 FAULTS = {
-    "break": 6, "cut": 5, "half open": 4, "stop": 6, "slow": 3, "jump": 3, "kill": 6, "leave": 3, "clock back": 1,
+    "break": 6, "cut": 5, "half open": 4, "stop": 6, "slow": 3, "jump": 3, "kill": 6, "leave": 3, "clock back": 1, "clock ahead": 1,
     "change frame": 6, "repeat frame": 3, "sleep": 5, "move": 3, "drain": 1,
 }  # fmt: skip
 """Kinds of faults, and how often each is drawn."""
