@@ -6,7 +6,7 @@ found where it should not be says where it comes from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -302,14 +302,7 @@ class SimulatedTransport(base.Transport):
             handles[id] = (Handle(transport=self.way.code, data=key),)
         return base.Exposure(handles)
 
-    def connect(
-        self,
-        regions: Sequence[Region],
-        used: Collection[int],
-        writes: bool,
-        features: Collection[int],
-        attestation: bytes,
-    ) -> base.Connection:
+    def connect(self, peer: base.PeerRegions) -> base.Connection:
         owners = list[Process]()
 
         def connect(region: Region, path: str) -> MappedPlace:
@@ -320,8 +313,8 @@ class SimulatedTransport(base.Transport):
             owners.append(place.owner)
             return MappedPlace(place)
 
-        connection = base.connect_each(regions, used, connect)
-        if writes and self.way.dies and owners:
+        connection = base.connect_each(peer.regions, peer.used, connect)
+        if peer.writes and self.way.dies and owners:
             connection.ended = lambda: not owners[0].alive
         return connection
 

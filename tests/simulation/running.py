@@ -264,7 +264,7 @@ class Run:
     def _check_ready(self) -> None:
         """Raise Violation unless every sink greets its source again by itself."""
         ranks = [rank for rank in self.decode if self.setup.eager and not self._excused(rank)]
-        self.simulation.run(self.simulation.now + limits.PATIENCE, lambda: all(rank.door.ready for rank in ranks))
+        self.simulation.run(self.simulation.now + QUIET, lambda: all(rank.door.ready for rank in ranks))
         for rank in ranks:
             if not rank.door.ready:
                 raise Violation("hang", f"{rank} is not ready: {rank.door.sources}")

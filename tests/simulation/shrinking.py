@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import attrs
 
 from tests.simulation.running import play
-from tests.simulation.story import Ask, Fault, Setup, Story
+from tests.simulation.story import Ask, Setup, Story
 
 
 def shrink(story: Story, kind: str, most: int = 200, fails: Callable[[Story], bool] | None = None) -> Story:
