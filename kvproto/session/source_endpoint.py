@@ -97,6 +97,8 @@ class SourceEndpoint(Endpoint):
             return session
         known, incarnations = self._superseded.get(number, (None, ""))
         late = session is not None and not session.open and isinstance(message, m.Transfer | m.Abort)
+        if session is not None and late and isinstance(message, m.Transfer):  # of no other will it say more
+            late = message.sequence in session.attempts or self.refuses(bytes(message.ticket))
         if session is not None and late and isinstance(message, m.Abort) and session.conn != conn:
             self._unbind(session)
             session.conn = conn  # a session that has ended is not resumed

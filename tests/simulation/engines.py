@@ -19,8 +19,11 @@ RAISED = {
     ErrorCode.POOL_MOVED, ErrorCode.DRAINING, ErrorCode.TICKET_USED, ErrorCode.BUSY, ErrorCode.UNEXPECTED_MESSAGE,
 }  # fmt: skip
 """Codes with which kvproto may answer a right call."""
-NEVER = {ErrorCode.VERIFY_FAILED, ErrorCode.BAD_TYPE}
-"""Codes with which nothing may be lost, as nobody damages memory."""
+NEVER = {
+    ErrorCode.VERIFY_FAILED, ErrorCode.BAD_TYPE, ErrorCode.UNEXPECTED_MESSAGE, ErrorCode.BAD_GRANT, ErrorCode.STALE_TRANSFER,
+    ErrorCode.OUT_OF_REGION, ErrorCode.ITEM_ALIAS, ErrorCode.UNKNOWN_SESSION, ErrorCode.INTERNAL,
+}  # fmt: skip
+"""Codes with which nothing may be lost: nobody damages memory, and both sides are right."""
 
 
 def address(rank: int) -> str:
