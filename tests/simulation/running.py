@@ -251,7 +251,7 @@ class Run:
         kept = not story.faults or (
             mild and not setup.pull and setup.way != "inline"
         )  # no lease ends, no stream breaks
-        plenty = setup.pace < 0.1 and not self.simulation.reached["decode out of pages"]
+        plenty = setup.pace < 0.1 and setup.lease >= 10 and not self.simulation.reached["decode out of pages"]
         for ask in story.asks if kept and plenty and len(story.asks) <= 3 else ():
             usual = max(ask.abort, ask.fail, ask.again) < 0 and not ask.other_prompt
             if usual and ask.deadline >= (60 if story.faults else 10) and min(ask.lags) >= 0 and max(ask.lags) < 4:
@@ -273,7 +273,8 @@ class Run:
         """Let each pair of engines complete a new request."""
         probes = {}
         for number, (role, ranks) in enumerate(self.decodes.items()):
-            if not any(self._excused(rank) for rank in ranks):
+            short = self.setup.pull and self.setup.lease < 10  # a slow copy may outlast it
+            if not short and not any(self._excused(rank) for rank in ranks):
                 probes[role] = Ask(_PROBE + number, 0.0, 9, to=number)
                 self._ask(probes[role])
         asked = [(rank, ask.id) for role, ask in probes.items() for rank in self.decodes[role]]
