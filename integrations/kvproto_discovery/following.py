@@ -12,6 +12,7 @@ from typing import Protocol
 import attrs
 
 from kvproto import KvprotoError, Seed, Sink
+from kvproto.net import encrypted
 from kvproto.observability.records import shown
 from kvproto_discovery.rows import Replica, Row
 
@@ -53,7 +54,7 @@ class FoundSources(Mapping[Replica, Seed]):
     """
 
     def __init__(self, directory: Directory, keys: Collection[str] | None = None) -> None:
-        """Rows with a public key other than `keys` are never dialled (None: the directory is believed)."""
+        """Rows in the clear, or with a key other than `keys`, are never dialled (None: the directory is believed)."""
         self._directory, self._keys = directory, keys
         self._rows: Mapping[Replica, Row] = {}
         self._stop, self._changed = threading.Event(), threading.Event()
@@ -106,9 +107,11 @@ class FoundSources(Mapping[Replica, Seed]):
             _log.warning("the directory has %d sources, of which %d are followed", len(rows), _MOST)
         known = dict(sorted(rows.items())[:_MOST])
         if self._keys is not None:
-            for replica in [replica for replica, row in known.items() if row.key not in self._keys]:
-                self._warn(replica, "its key is not one of source_keys, so it is not dialled")
-                del known[replica]
+            for replica, row in list(known.items()):
+                if row.key not in self._keys or not encrypted(row.address):
+                    what = "address is not encrypted" if row.key in self._keys else "key is not one of source_keys"
+                    self._warn(replica, f"its {what}, so it is not dialled")
+                    del known[replica]
         if self.why and self._rows:
             _log.info("the directory answers again")
         self._rows, self.why = known, ""

@@ -38,7 +38,6 @@ class Registration:
         self._digest = hashlib.sha256(encode_geometry(source.geometry)).hexdigest()
         self._name = name_of(etcd.prefix, source.name, source.geometry.replica, source.pool.rank)
         self._lease: str | None = None
-        self._written: Row | None = None
         self._told = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvproto register", daemon=True)
@@ -74,16 +73,14 @@ class Registration:
             _log.warning("%s is not in the directory: %s", self._name, why)
 
     def _keep(self) -> None:
-        """Keep the lease alive or take a new one, and write the row if it has changed."""
+        """Keep the lease alive or take a new one, and write the row if it has changed, here or there."""
         if self._lease is not None:
             answer = self._etcd.call("lease/keepalive", ID=self._lease)
             if int(answer.get("result", {}).get("TTL", 0)) <= 0:  # it has ended, and the row with it
-                self._lease = self._written = None
+                self._lease = None
         if self._lease is None:
             self._lease = str(self._etcd.call("lease/grant", TTL=str(max(round(self._seconds), 1)))["ID"])
-        if (row := self._row()) != self._written:
-            self._write(row)
-            self._written = row
+        self._write(self._row())
 
     def _row(self) -> Row:
         source = self._source
@@ -94,20 +91,20 @@ class Registration:
         )  # fmt: skip
 
     def _write(self, row: Row) -> None:
-        """Write the row, unless a later run of the same rank has written its own; raises LocalError."""
+        """Write the row if etcd has another, unless it is of a later run that lives; raises LocalError."""
         name = text(self._name)
         found = self._etcd.call("kv/range", key=name).get("kvs", [])
-        revision = found[0]["mod_revision"] if found else "0"
-        if found:
-            try:
-                there = read_row(self._name, plain(found[0].get("value", ""))).incarnation
-            except LocalError:  # not a row
-                there = 0
-            if there > row.incarnation:
-                advice = "give each engine a name or a replica of its own"
-                raise bad(
-                    self._name, f"the row of run {row.incarnation}", f"one of run {there}, which is later", advice
-                )
+        revision, value = (found[0]["mod_revision"], plain(found[0].get("value", ""))) if found else ("0", b"")
+        lease = str(found[0].get("lease", "0")) if found else "0"
+        if value == write_row(row).encode() and lease == self._lease:
+            return
+        try:
+            there = read_row(self._name, value).incarnation
+        except LocalError:  # not a row
+            there = 0
+        if there > row.incarnation and lease not in ("0", self._lease):  # without a lease it is no run's own
+            advice = "give each engine a name or a replica of its own; if that run does not exist, delete the key"
+            raise bad(self._name, f"the row of run {row.incarnation}", f"one of run {there}, which is later", advice)
         compare = {"key": name, "target": "MOD", "result": "EQUAL", "mod_revision": revision}
         put = {"request_put": {"key": name, "value": text(write_row(row)), "lease": self._lease}}
         if not self._etcd.call("kv/txn", compare=[compare], success=[put]).get("succeeded"):

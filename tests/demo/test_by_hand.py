@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 
 from kvproto import LocalError, Seed, new_ticket, write_ticket
 from kvproto_reference.commands import decode, prefill
@@ -148,6 +149,18 @@ def test_engines_answer_probes(start: Start, folder: Path) -> None:
     assert ask(ports[1], "/live")[0] == 200
     decode.process.terminate()
     assert decode.wait().status == 0
+
+
+def test_nonsense_at_the_control_socket_ends_no_engine(start: Start, folder: Path) -> None:
+    engine = start("prefill", "--dir", folder)
+    wait_ready(folder, "prefill-0")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as other:
+        other.connect(f"ipc://{folder}/prefill-0")
+        for parts in ([b"\x00\x8b\xff"], [b"[" * 100_000], [b"7"], [b"{}"], [b"a", b"b"]):
+            other.send_multipart(parts)
+        wait_ready(folder, "prefill-0")
+    engine.process.terminate()
+    assert engine.wait().status == 0
 
 
 def test_address_in_use(start: Start, folder: Path) -> None:

@@ -191,6 +191,29 @@ def test_of_two_runs_of_one_source_the_later_has_the_row(
                 until(lambda: member.etcd.rows()[0]["prefill", 0].address == new.address)
 
 
+def test_a_row_that_somebody_has_changed_or_removed_is_written_again(member: Member, tmp_path: Path) -> None:
+    with source(tmp_path) as prefill, closing(Registration(member.etcd, prefill, lease=1.5)):
+        until(lambda: member.etcd.rows()[0])
+        member.delete("prefill/0/0")
+        until(lambda: member.etcd.rows()[0])
+        later = Row(engine="prefill", address="tcp://elsewhere:7100", incarnation=2**63 - 1)
+        member.put("prefill/0/0", write_row(later))  # without a lease, so of no run that lives
+        until(lambda: member.etcd.rows()[0]["prefill", 0].address == prefill.address)
+
+
+def test_a_row_of_a_listed_key_leads_to_no_socket_of_this_host(
+    member: Member, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Keys protect what is encrypted, and an ipc address is not."""
+    key, listed = "AJGuL^3aRJm.=Z*4>K3AD+Rn?gl([[JK?G?&u/0F", tmp_path / "keys"
+    listed.write_text(f"{key}\n")
+    row = Row(engine="prefill", address=f"ipc://{tmp_path}/control", key=key)
+    member.put("prefill/0/0", write_row(row))
+    with decode(read_found(member.place, listed)) as sink:
+        until(lambda: "its address is not encrypted" in caplog.text)
+        assert not sink.sources
+
+
 def test_a_wildcard_is_no_address_of_a_row(member: Member) -> None:
     options = kvproto.Options(insecure=True)
     with (

@@ -44,8 +44,10 @@ class Control:
         """All waiting messages of the router, oldest first."""
         found = []
         while self._socket.poll(0):
-            self._router, line = self._socket.recv_multipart()
-            found.append(json.loads(line))
+            sender, *rest = self._socket.recv_multipart()
+            if (message := _message(rest)) is not None:
+                self._router = sender
+                found.append(message)
         return found
 
     def send(self, op: str, **fields: Any) -> None:
@@ -83,7 +85,8 @@ class Line:
             changes.append(recv_monitor_message(self.monitor)["event"])
         patience = _LAST if zmq.EVENT_DISCONNECTED in changes else 0
         while self.socket.poll(patience):
-            found.append(json.loads(self.socket.recv()))
+            if (message := _message(self.socket.recv_multipart())) is not None:
+                found.append(message)
         for event in changes:
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if self.connected:
@@ -95,6 +98,16 @@ class Line:
     def close(self) -> None:
         """Close the socket."""
         self._end()
+
+
+def _message(parts: list[bytes]) -> dict[str, Any] | None:
+    """A message of the other end; None for what anything else that dials this socket may say."""
+    try:
+        (line,) = parts
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) and isinstance(message.get("op"), str) else None
 
 
 def _open(owner: object, kind: int) -> tuple[zmq.Socket[bytes], "weakref.finalize[Any, Any]"]:

@@ -427,7 +427,13 @@ def _found(args: argparse.Namespace) -> FoundSources | None:
 
 def _sources(text: str) -> int | str:
     """A number of replicas, or the name of a directory."""
-    return text if text.startswith(SCHEMES) else int(text)
+    if text.startswith(SCHEMES):
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number of replicas nor a directory: {' or '.join(SCHEMES)}..."
+        )
+    return int(text)
 
 
 def unknown_hosts(seeds: Mapping[tuple[str, int], Seed]) -> dict[str, str]:

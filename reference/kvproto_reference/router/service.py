@@ -73,7 +73,8 @@ class Service:
             while tokens := answer.news.get(timeout=_PATIENCE):
                 yield tokens
         except queue.Empty:
-            answer.error = f"no engine has answered for {_PATIENCE:.0f} s"
+            said = "; ".join(f"{name}: {why}" for name, why in self.why.items() if why)
+            answer.error = f"no engine has answered for {_PATIENCE:.0f} s" + f" ({said})" * bool(said)
         finally:
             self._gone.put(answer)
             os.eventfd_write(self._bell, 1)
