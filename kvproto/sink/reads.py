@@ -22,6 +22,8 @@ from kvproto.wire.messages import Offer, Register
 
 _RETRY = 1e-3
 """Seconds before a copy that could not start is tried again."""
+_POLL = 1e-4
+"""Seconds between looks at a copy that has to end before memory is unmapped."""
 
 
 @attrs.define(eq=False)
@@ -151,7 +153,7 @@ class Puller:
         """Stop reading, then unmap."""
         for pull in self._pulls:
             while pull.copying is not None and pull.copying.stop() is None:
-                pass
+                world.sleep(_POLL)
         self._pulls.clear()
         for peer in self._peers.values():
             peer.connection.close()

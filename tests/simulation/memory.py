@@ -226,7 +226,7 @@ class SimulatedCopy:
         read = {id: bytes(_buffer(memory)) for id, memory in sources.items()}
         self._flying += 1
         simulation, delay = self._transport.simulation, self._transport.delay()
-        simulation.after(delay, lambda: self._land(part, read, sinks))
+        simulation.hardware(delay, lambda: self._land(part, read, sinks))
         simulation.after(delay * 0.4, self._post)
 
     def _land(self, part: CopyProgram, read: Mapping[int, Any], sinks: Mapping[int, Any]) -> None:

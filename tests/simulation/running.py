@@ -104,7 +104,7 @@ class Run:
                 rank.call(rank.leave)
             if rank.alive:  # it is to be killed, or is stopped and cannot leave
                 self._kill(rank, _FAR if far and fault.kind != "leave" else 0.0)
-        ahead = 3e7 * (role != PREFILL)  # a sink remembers the run of a source that was ahead (KVP-SES-OLDER)
+        ahead = 3e7 * (role != PREFILL)  # a source's second end would come while the last request is asked for
         wrong = {"clock back": -3600.0, "clock ahead": ahead}.get(fault.kind, 0.0)
         pause = min(fault.seconds, 45.0)
         self.simulation.after(pause, lambda: self._start(role, wrong))

@@ -178,6 +178,8 @@ class Simulation:
         self._seed = seed.to_bytes(8, "little")
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order, self._numbers, self._randoms = count(), count(1), count()
+        self._hardware = set[int]()
+        """Events of `hardware`, by their place in the order."""
         self._traced, self.lines = traced, list[str]()
         self._digest = hashlib.blake2b(digest_size=8)
         self.reached = Counter[str]()
@@ -206,11 +208,18 @@ class Simulation:
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         self.at(self.now + seconds, action)
 
+    def hardware(self, seconds: float, action: Callable[[], None]) -> None:
+        """Something that happens in so many seconds even while a process sleeps within a turn."""
+        order = next(self._order)
+        self._hardware.add(order)
+        heapq.heappush(self._queue, (self.now + seconds, order, action))
+
     def run(self, until: float, over: Callable[[], bool] = lambda: False) -> None:
         """Do what is due until a time, or until it is `over`."""
         queue = self._queue
         while queue and queue[0][0] <= until and not over():
-            self.now, _, action = heapq.heappop(queue)
+            when, _, action = heapq.heappop(queue)
+            self.now = max(self.now, when)
             self.events += 1
             if self.events > _MOST:
                 raise Violation("storm", f"{_MOST} events in {self.now:.1f} s")
@@ -251,7 +260,15 @@ class Simulation:
         return int(self.draw("random", next(self._randoms)) * bound)
 
     def _sleep(self, seconds: float) -> None:
-        self._process().jump(seconds)
+        """Let hardware go on meanwhile; all else comes late."""
+        until = self.now + seconds
+        due = sorted(event for event in self._queue if event[0] <= until and event[1] in self._hardware)
+        for event in due:
+            self._queue.remove(event)
+            self.now = max(self.now, event[0])
+            event[2]()
+        heapq.heapify(self._queue)
+        self.now = until
 
     def _name(self) -> ProcessName:
         number = self._process().number
