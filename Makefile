@@ -47,14 +47,6 @@ test test-thorough quick: export PYTHONDONTWRITEBYTECODE =
 
 test coverage: | $(VENV)/debian/usr/bin/etcd $(VENV)/debian/usr/bin/promtool
 
-# Files of deploy/: options, probes, alerts and panels beside what they name, and each run in namespaces that stand for pods.
-deploy-test: $(VENV)/.test | $(VENV)/debian/usr/bin/etcd $(VENV)/debian/usr/bin/promtool
-	@$(PY) -m pytest tests/examples/test_deploy.py tests/examples/test_alerts.py $(ARGS)
-
-# Every engine of four pairs is restarted under load, and one killed by -9 each minute, for ten minutes; the summary says what was lost.
-rolling: $(VENV)/.demo
-	@$(PY) -m kvproto_reference.router.rolling $(ARGS)
-
 test: $(VENV)/.test
 	@$(PY) -m pytest -n $(JOBS) -m "not thorough" $(ARGS)
 
@@ -64,6 +56,14 @@ test-thorough: $(VENV)/.test
 
 quick: $(VENV)/.test
 	@$(PY) -m pytest -n $(CORES) -m "not slow" $(ARGS)
+
+# Files of deploy/: options, probes, alerts and panels beside what they name, and each run in namespaces that stand for pods.
+deploy-test: $(VENV)/.test | $(VENV)/debian/usr/bin/etcd $(VENV)/debian/usr/bin/promtool
+	@$(PY) -m pytest tests/examples/test_deploy.py tests/examples/test_alerts.py $(ARGS)
+
+# Every engine of four pairs is restarted under load, and one killed by -9 each minute, for ten minutes; the summary says what was lost.
+rolling: $(VENV)/.demo
+	@$(PY) -m kvproto_reference.router.rolling $(ARGS)
 
 check: $(VENV)/.check
 	@$(VENV)/bin/ruff check .

@@ -651,13 +651,10 @@ def vllm_on_a_gpu() -> Rows:
     """Medians; of the two tiers vLLM's has no storage here."""
     kept = results("tiers_engines_gpu_vllm")
     own, ours = kept["vLLM's host"], kept["kvproto, files"]
-    for name in ("computed", "device", "host", "storage"):
-        yield (
-            {"device": "from the device", "host": "from the host", "storage": "from storage, by a fresh engine"}.get(
-                name, name
-            ),
-            *(f"{1e3 * median(of[key]):.0f}" if (key := f"{name}, one") in of else "" for of in (own, ours)),
-        )
+    places = {"device": "from the device", "host": "from the host", "storage": "from storage, by a fresh engine"}
+    for name, title in ({"computed": "computed"} | places).items():
+        found = [of.get(f"{name}, one") for of in (own, ours)]
+        yield title, *(f"{1e3 * median(seconds):.0f}" if seconds else "" for seconds in found)
 
 
 def written(text: str, page: str) -> str:

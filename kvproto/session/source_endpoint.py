@@ -96,14 +96,12 @@ class SourceEndpoint(Endpoint):
         if session is not None and session.open and session.conn == conn:
             return session
         known, incarnations = self._superseded.get(number, (None, ""))
-        late = session is not None and not session.open and isinstance(message, m.Transfer | m.Abort)
-        if session is not None and late and isinstance(message, m.Transfer):  # of no other will it say more
-            late = message.sequence in session.attempts or self.refuses(bytes(message.ticket))
-        if session is not None and late and isinstance(message, m.Abort) and session.conn != conn:
-            self._unbind(session)
-            session.conn = conn  # a session that has ended is not resumed
-        if session is not None and late and session.conn == conn and known is None:
-            return session
+        ended = session if session is not None and not session.open and self._answers(session, message) else None
+        if ended is not None and isinstance(message, m.Abort) and ended.conn != conn:
+            self._unbind(ended)
+            ended.conn = conn  # a session that has ended is not resumed
+        if ended is not None and ended.conn == conn and known is None:
+            return ended
         if isinstance(message, m.Error):
             return None
         if isinstance(message, m.Abort) and number in self._drained:
@@ -115,6 +113,12 @@ class SourceEndpoint(Endpoint):
             mine = f"a later incarnation took over: {incarnations}"
             raise RemoteError(ErrorCode.SUPERSEDED, "session", mine, str(number), "end this run of the engine")
         raise RemoteError(ErrorCode.UNKNOWN_SESSION, "session", "no such session", str(number), "greet again")
+
+    def _answers(self, ended: SourceSession, message: m.Message) -> bool:
+        """Whether a session that has ended answers a message: an Abort, or a Transfer that it knows or refuses."""
+        if isinstance(message, m.Transfer):
+            return message.sequence in ended.attempts or self.refuses(bytes(message.ticket))
+        return isinstance(message, m.Abort)
 
     def _hello(self, conn: Hashable, hello: m.Hello, now: float) -> None:
         peer = Party(hello.engine, hello.replica, hello.rank, hello.incarnation)

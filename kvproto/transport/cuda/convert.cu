@@ -3,9 +3,9 @@
  *
  * A group of 2^shift threads of a warp share a block of a lane. A thread has up to STEP elements of a block at once, in
  * WORDS aligned words, so far apart that threads of a group read and write without gaps; and those of DEPTH blocks in flight
- * before it converts any. Macros: THREADS, RESIDENT, DEPTH, STEP, WORDS; LOAD and STORE, the types of a word of elements of two
- * bytes and of one; SCALE, that of a scale. Arithmetic is that of integers and of float32
- * that is rounded to nearest even, without subnormal numbers flushed: no fast math.
+ * before it converts any. Macros: THREADS, RESIDENT, DEPTH, STEP, WORDS; LOAD and STORE, the types of a word of elements of
+ * two bytes and of one; SCALE, that of a scale. Arithmetic is that of integers and of float32 that is rounded to nearest
+ * even, without subnormal numbers flushed: no fast math.
  */
 #include "verify.h"
 
