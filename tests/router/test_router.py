@@ -134,6 +134,7 @@ def test_an_answer_is_that_of_one_engine_whole_and_streamed(pair: Fleet) -> None
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n is 1"),
+        ("/v1/completions", {"prompt": "a", "model": "another"}, 404, "the model here is gqa, not 'another'"),
         ("/v1/completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature"),
         ("/v1/completions", {"prompt": "a" * 5000}, 400, "pages"),
         ("/v1/completions", {"prompt": [99999]}, 400, "token"),
@@ -192,13 +193,28 @@ def test_an_engine_that_is_killed_loses_no_request(fleet: Fleet) -> None:
 def test_without_engines_a_request_waits_until_there_are_some(fleet: Fleet) -> None:
     fleet.start("router")
     fleet.ready("prefill-0", "decode-0")
-    assert fleet.ask("/ready")[0] == 503
+    status, said = fleet.ask("/ready")
+    assert (status, said["ready"]) == (503, False)
+    assert str(fleet.folder) in said["engines"]["prefill-0"]
     connection = http.client.HTTPConnection("127.0.0.1", fleet.port, timeout=60)
     connection.request("POST", "/v1/completions", json.dumps({"prompt": TEXT, "max_tokens": 4}))
     for name in ("prefill-0", "decode-0"):
         fleet.start(name)
     assert connection.getresponse().status == 200
     connection.close()
+
+
+def test_an_engine_that_no_other_reaches_says_so(fleet: Fleet) -> None:
+    """It takes requests, and no other is there to answer them with."""
+    fleet.start("router")
+    fleet.start("prefill-0")
+    fleet.ready("prefill-0", "decode-0")
+    end = time.monotonic() + 60
+    while "no decode engine" not in (said := fleet.ask("/ready")[1]["engines"]["prefill-0"]):
+        assert time.monotonic() < end, said
+    fleet.start("decode-0")
+    fleet.ready()
+    assert fleet.ask("/ready")[0] == 200
 
 
 def test_a_prompt_goes_where_its_beginning_went_unless_others_have_less_to_do(tmp_path: Path) -> None:

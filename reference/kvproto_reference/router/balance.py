@@ -20,6 +20,11 @@ _PAGE = 16
 """Tokens after which prefixes are remembered."""
 _MOST = 65536
 """The most prefixes that are remembered."""
+_UNMET = {
+    "prefill": "no decode engine that takes requests has a session with it",
+    "decode": "has a session with no prefill engine that takes requests",
+}
+"""The reason that an engine which takes requests gets none, by its role."""
 
 
 class BalancedRouter(Router):
@@ -40,8 +45,14 @@ class BalancedRouter(Router):
         """The decode engine that last had each prefix, the latest last."""
 
     def why(self) -> dict[str, str]:
-        """The reason that each engine takes no requests; empty for those that do."""
-        return {name: "" if engine.takes else engine.said for name, engine in self._engines.items()}
+        """The reason that each engine gets no requests; empty for those that do."""
+        joined = {name for pair in self._pairs() if self._joined(pair) for name in pair}
+        return {
+            name: "" if name in joined
+            else _UNMET[name.partition("-")[0]] if engine.takes
+            else engine.said.format(path=engine.line.path)
+            for name, engine in self._engines.items()
+        }  # fmt: skip
 
     @property
     def open(self) -> bool:

@@ -88,6 +88,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             body = self._body()
+            if body.get("model") not in (None, self.server.model):
+                self._refuse(404, f"the model here is {self.server.model}, not {body['model']!r}")
+                return
             prompt, most, stream = self._prompt(body, chat), body.get("max_tokens", 16), bool(body.get("stream"))
             if isinstance(most, bool) or not isinstance(most, int) or not 0 < most < 1 << 31:
                 raise EngineError(f"max_tokens is a number of tokens, at least 1, not {most!r}")
