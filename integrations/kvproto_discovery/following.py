@@ -59,6 +59,8 @@ class FoundSources(Mapping[Replica, Seed]):
         self._rows: Mapping[Replica, Row] = {}
         self._stop, self._changed = threading.Event(), threading.Event()
         self._dialled: dict[tuple[Sink, Replica], _Dialled] = {}
+        self._believed = False
+        """Whether it was said that keys are believed."""
         self._told: dict[Replica, str] = {}
         """The last warning about each row."""
         self.why = "the directory has not answered yet"
@@ -112,6 +114,9 @@ class FoundSources(Mapping[Replica, Seed]):
                     what = "address is not encrypted" if row.key in self._keys else "key is not one of source_keys"
                     self._warn(replica, f"its {what}, so it is not dialled")
                     del known[replica]
+        elif not self._believed and any(row.key for row in known.values()):
+            self._believed = True
+            _log.warning("whoever writes into the directory says which public keys sources have: state them (source_keys)")
         if self.why and self._rows:
             _log.info("the directory answers again")
         self._rows, self.why = known, ""

@@ -1,6 +1,7 @@
 """Entry points of the engines, which say what to install if torch is missing."""
 
 import importlib
+import logging
 import sys
 
 
@@ -25,6 +26,7 @@ def router() -> int:
 
 
 def _run(role: str, package: str = "demo") -> int:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         module = importlib.import_module(f"kvproto_reference.{package}.{role}")
     except ModuleNotFoundError as error:

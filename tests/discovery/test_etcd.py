@@ -143,6 +143,15 @@ def test_a_key_that_is_not_in_source_keys_is_never_dialled(
             assert not sink.sources
 
 
+def test_keys_that_only_the_directory_says_are_believed_and_told_so(
+    member: Member, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = Row(engine="prefill", address="tcp://127.0.0.1:1", key="AJGuL^3aRJm.=Z*4>K3AD+Rn?gl([[JK?G?&u/0F")
+    member.put("prefill/0/0", write_row(row))
+    with decode(read_found(member.place)):
+        until(lambda: "state them (source_keys)" in caplog.text)
+
+
 def test_rows_that_nobody_can_read_are_named_and_cost_no_others(
     member: Member, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
