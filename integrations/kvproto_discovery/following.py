@@ -116,7 +116,7 @@ class FoundSources(Mapping[Replica, Seed]):
                     del known[replica]
         elif not self._believed and any(row.key for row in known.values()):
             self._believed = True
-            _log.warning("whoever writes into the directory says which public keys sources have: state them (source_keys)")
+            _log.warning("whoever writes into the directory says which keys sources have: state them (source_keys)")
         if self.why and self._rows:
             _log.info("the directory answers again")
         self._rows, self.why = known, ""
