@@ -33,7 +33,7 @@ class Arrived:
         handoff: The bytes of each hand-off group, by group name and part name.
         checksums: Checksums of 64 bits by source rank and group name, equal on both sides; empty without VERIFY.
         bytes: Bytes written by each source rank, by rank.
-        seconds: Seconds from `fetch` to the last byte.
+        seconds: Seconds from the Transfer, which is sent once the source is ready, to the last Done.
         since: By group name, the first token that arrived, for groups fetched `late` that begin later than requested.
             Rows before it are not the prompt's.
     """

@@ -108,7 +108,9 @@ def map_peer(
         try:
             if pair.nothing.operations.converts and not transport.capabilities.converts:
                 mine, yours = "a transport that converts", transport.capabilities.code.name
-                advice = "offer SHM, INLINE, CUDA or NIXL of hosts too, or keep the cache in one dtype on both sides"
+                advice = (
+                    "offer a transport that converts, too (docs/how-to/conversion.md), or keep one dtype on both sides"
+                )
                 raise RemoteError(ErrorCode.NO_TRANSPORT, "regions[0].handles", mine, yours, advice)
             connection = transport.connect(PeerRegions(message.regions, named, writes, features, attestation))
             mapping = PeerMapping(message, described, transport, pair, connection)

@@ -1,8 +1,11 @@
 """The lifecycle of a rank pair as a table, without sockets, threads or clocks.
 
-`core` handles Hello to Goodbye. `describing`, `registering`, `transfers` and `ping` are in every session that moves
-bytes; `push` or `pull`, `staged`, `inline`, `intent` and `catalogue` are installed as the chosen features say. An
-endpoint holds the sessions of one rank that share a Description.
+* `source_endpoint`, `sink_endpoint`, `endpoint`: the sessions of one rank that share a Description; `tickets` of a source.
+* `source`, `sink`, `watching`: each side of one session, from extensions of `core`, which handles Hello to Goodbye.
+* `describing`, `registering`, `transfers`, `ping`: extensions of every session that moves bytes.
+* `push` or `pull`, `stream` with `staged` or `inline`, `intent`, `catalogue`: installed as the chosen features say.
+* `negotiation`, `descriptions`, `plan_cache`, `records`: terms, parties, plans, and the transfers of a session.
+* `table`, `transitions`, `timers`, `limits`, `error_fields`: which message is legal when, and what it carries if not.
 """
 
 from kvproto.session.descriptions import Party, new_incarnation

@@ -367,5 +367,5 @@ class Session:
 def _known(value: T | None, fact: str) -> T:
     if value is None:
         mine, yours = f"a session that knows {fact}", "one that does not yet"
-        raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, yours, "wait for Planned")
+        raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, yours, "wait for Connected")
     return value

@@ -56,10 +56,10 @@ class SourceAttempt(Attempt):
     progress: Callable[[], RequestState] | None = None
     """Returns the state of the request."""
     refused: KvprotoError | None = None
-    """The error in the Failed that answered the Transfer, if one did."""
+    """The error in the Failed that answered its Transfer, or a Grant; None if neither was refused."""
     aborted: bool = False
     copying: bool = False
-    """Whether writes of it may still arrive."""
+    """Whether a copy of it is under way."""
     drain: m.Abort | None = None
     """An Abort that waits for the copy to end."""
     loan: Loan | None = None

@@ -278,7 +278,7 @@ class SinkEndpoint(Endpoint):
         and sends nothing: UNEXPECTED_MESSAGE before `ready`, BUSY or TOO_LARGE beyond the limits of a source.
         """
         if not self.ready or self.plan is None or self.exposed is None:
-            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "registered memory", "none yet", "wait for Ready")
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "registered memory", "none yet", "wait for Connected")
         if self.suspect:
             advice = "try again when it answers"
             raise LocalError(ErrorCode.BUSY, "", "no new transfer with a suspect source", "one", advice)

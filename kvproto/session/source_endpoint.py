@@ -73,7 +73,7 @@ class SourceEndpoint(Endpoint):
         self._drained: OrderedDict[int, int] = OrderedDict()
         """The minor versions of forgotten sessions whose writes are proven to have ended."""
         self._bare: OrderedDict[int, None] = OrderedDict()
-        """Sessions whose sink has not described itself; some may have ended since."""
+        """Sessions, the earliest first; some have described themselves since they began, or have ended."""
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
         """Handle one frame; whatever it holds, no other session is affected (KVP-ERR-ALONE)."""

@@ -292,7 +292,7 @@ class SinkTransfers(Extension):
         """Make an attempt and its Transfer, with routed grants by group id; raises LocalError: BUSY, TOO_LARGE."""
         session, owned = self._session, self._session.owner.current
         if owned is None:
-            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "registered memory", "none yet", "wait for Ready")
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "registered memory", "none yet", "wait for Connected")
         described = owned.described
         asked = tuple(grants[g] for g in described.groups)
         late = {g.group: (g.first, g.first + g.count) for g in asked if g.late}

@@ -1,4 +1,7 @@
-"""A sink rank: a pool with its quarantine, transports, and links; a turn touches only what has something to do."""
+"""A sink rank: its pool and transports, links to sources, which are greeted again, and the processes that it watches.
+
+A turn touches only what has something to do.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial

@@ -92,7 +92,7 @@ class SourceNode:
         request.state = self.tickets.expect(request.ticket, request, content, world.monotonic(), tokens, axes)
 
     def computed(self, request: Request, computed: Computed) -> None:
-        """Copy computed rows to the sinks that ask for them, in parts, each row once; items stay until the end.
+        """Note computed rows, which the next turn copies to the sinks that ask for them, each row once.
 
         Through staging slots, layers are sent in order, each when all tokens that a sink asked for are computed and all
         items are named: after the last chunk of a prompt. Transports that are not incremental write at the end.
@@ -103,7 +103,7 @@ class SourceNode:
             self._changed[request] = None
 
     def finish(self, request: Request, finished: Finished) -> None:
-        """Serve the sinks that ask for a request whose prefill is over; items must stay until the end."""
+        """Note the end of the prefill; the next turn copies what is left to the sinks that ask for the request."""
         if request.state is not None and request.over is None:
             request.prefill.finish(finished)
             self._changed[request] = None

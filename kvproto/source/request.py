@@ -124,8 +124,9 @@ class Request(Handle[Over]):
 
         `pages`, `after` and `since` are as for `computed`. `handoff` holds the bytes of the hand-off groups that this
         rank owns, by group and part name; `finished` states that the first token ends the text. Leave the pages from
-        `since` on unchanged until this handle is done. Harmless once the request has ended. Raises LocalError as
-        `computed` does, and OUT_OF_RANGE for a `handoff` that the geometry does not state.
+        `since` on unchanged until this handle is done. Up to 1 MiB is copied before this returns. Harmless once the
+        request has ended. Raises LocalError as `computed` does, and OUT_OF_RANGE for a `handoff` that the geometry does
+        not state.
         """
         if self.pool is not self._rank.pool:
             return
