@@ -1,6 +1,6 @@
 """The lifecycle of a rank pair as a table, without sockets, threads or clocks.
 
-* `source_endpoint`, `sink_endpoint`, `endpoint`: the sessions of one rank that share a Description; `tickets` of a source.
+* `source_endpoint`, `sink_endpoint`, `endpoint`: sessions of one rank that share a Description; `tickets` of a source.
 * `source`, `sink`, `watching`: each side of one session, from extensions of `core`, which handles Hello to Goodbye.
 * `describing`, `registering`, `transfers`, `ping`: extensions of every session that moves bytes.
 * `push` or `pull`, `stream` with `staged` or `inline`, `intent`, `catalogue`: installed as the chosen features say.
