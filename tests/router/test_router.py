@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from kvproto import Finder
-from kvproto_reference.checkpoint import CHECKPOINTS
+from kvproto_reference.checkpoint import CHECKPOINTS, load_tokenizer
 from kvproto_reference.commands import decode, prefill, router
 from kvproto_reference.demo.options import rank_address
 from kvproto_reference.demo.prompts import Prompt
 from kvproto_reference.demo.router import Request
 from kvproto_reference.engine.undivided import Undivided
 from kvproto_reference.router.balance import BalancedRouter
+from kvproto_reference.router.form import Form
 from tests.demo.test_by_hand import free_port
 from tests.processes import Command, imported
 
@@ -39,7 +40,7 @@ class Fleet:
         if role == "router":
             given = [*shared, "--http", f"127.0.0.1:{self.port}", *more]
         else:
-            given = [*shared, "--draft", "none", "--replica", replica, *more]
+            given = [*shared, "--draft", "none", "--max-logprobs", 3, "--replica", replica, *more]
         made = self.commands[name] = Command({"prefill": prefill, "decode": decode, "router": router}[role], given)
         return made
 
@@ -122,6 +123,49 @@ def test_an_answer_is_that_of_one_engine_whole_and_streamed(pair: Fleet) -> None
     assert pair.ask("/health")[0] == 200
 
 
+def test_words_that_end_a_text_are_not_in_it(pair: Fleet) -> None:
+    text = whole(24)
+    words = text[9:12]
+    body = {"prompt": TEXT, "max_tokens": 24, "stop": [words, "no such words"]}
+    choice = pair.ask("/v1/completions", body)[1]["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (text[: text.index(words)], "stop")
+    told = events(pair, body | {"stream": True})
+    assert "".join(each["choices"][0]["text"] for each in told) == choice["text"]
+    assert told[-1]["choices"][0]["finish_reason"] == "stop"
+    kept = pair.ask("/v1/completions", {"prompt": TEXT, "max_tokens": 24, "stop": text[-1:] + "?"})[1]["choices"][0]
+    assert (kept["text"], kept["finish_reason"]) == (text, "length")
+
+
+def test_log_probabilities_come_with_tokens(pair: Fleet) -> None:
+    body = {"prompt": TEXT, "max_tokens": 8, "logprobs": 2}
+    choice = pair.ask("/v1/completions", body)[1]["choices"][0]
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == choice["text"] == whole(8)
+    assert found["text_offset"] == list(range(8))  # tokens are bytes
+    for token, logprob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert max(top.values()) == top[token] == pytest.approx(logprob)  # greedy
+        assert len(top) == 2
+    told = [each["choices"][0].get("logprobs") for each in events(pair, body | {"stream": True})]
+    streamed = [each for each in told if each]
+    assert [p for each in streamed for p in each["token_logprobs"]] == pytest.approx(found["token_logprobs"])
+    assert [at for each in streamed for at in each["text_offset"]] == found["text_offset"]
+    assert "logprobs" not in pair.ask("/v1/completions", {"prompt": TEXT, "max_tokens": 8})[1]["choices"][0]
+
+
+def test_a_chat_has_log_probabilities_in_its_own_form() -> None:
+    tokenizer = load_tokenizer(CHECKPOINTS / "target-gqa")
+    form = Form("gqa", True, tokenizer, Prompt(name="", tokens=[1, 2]), 2)
+    form.take(([72, 105], [[(72, -0.5), (72, -0.5), (74, -1.0)], [(105, -0.25), (105, -0.25), (106, -2.0)]]))
+    choice = form.whole()["choices"][0]
+    assert choice["message"]["content"] == "Hi"
+    content = choice["logprobs"]["content"]
+    assert [(each["token"], each["logprob"], each["bytes"]) for each in content] == [
+        ("H", -0.5, [72]),
+        ("i", -0.25, [105]),
+    ]
+    assert [[top["token"] for top in each["top_logprobs"]] for each in content] == [["H", "J"], ["i", "j"]]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
@@ -134,6 +178,8 @@ def test_an_answer_is_that_of_one_engine_whole_and_streamed(pair: Fleet) -> None
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n is 1"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 4}, 400, "--max-logprobs"),
+        ("/v1/completions", {"prompt": "a", "logprobs": True}, 400, "logprobs"),
         ("/v1/completions", {"prompt": "a", "model": "another"}, 404, "the model here is gqa, not 'another'"),
         ("/v1/completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature"),
         ("/v1/completions", {"prompt": "a" * 5000}, 400, "pages"),

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import contextlib
 import json
-import secrets
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,15 +23,16 @@ from ..demo.options import checkpoint_folder, private_folder, rank_address
 from ..demo.prompts import Prompt
 from ..engine.sampling import SamplingParams
 from ..errors import EngineError
-from ..tokenizer import Tokenizer
 from .balance import BalancedRouter
-from .service import Service, WrongRequest
+from .form import Form
+from .service import Service, Told, WrongRequest
 
 _LONGEST = 4 << 20
 """The most bytes of a request."""
 _SAMPLING = {
     "temperature": "temperature", "seed": "seed", "top_p": "top_p", "top_k": "top_k", "stop": "stop",
-    "presence_penalty": "presence", "frequency_penalty": "frequency", "ignore_eos": "ignore_eos",
+    "presence_penalty": "presence", "frequency_penalty": "frequency", "repetition_penalty": "repetition",
+    "ignore_eos": "ignore_eos",
 }  # fmt: skip
 """Fields of a request and what they are called here; others are ignored, but for `n`."""
 
@@ -97,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (EngineError, TypeError) as error:
             self._refuse(400, str(error))
             return
-        form = _Form(self.server.model, chat, self.server.tokenizer, len(prompt.tokens), most)
+        form = Form(self.server.model, chat, self.server.tokenizer, prompt, most)
         tokens = self.server.service.ask(prompt, most)
         try:
             with contextlib.closing(tokens):
@@ -130,7 +128,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _prompt(self, body: dict[str, Any], chat: bool) -> Prompt:
         said = {here: body[there] for there, here in _SAMPLING.items() if body.get(there) is not None}
-        sampling, given = SamplingParams.of(said), body.get("messages" if chat else "prompt")
+        likeliest = body.get("logprobs")
+        if chat:
+            likeliest = body.get("top_logprobs", 0) if likeliest is True else None
+        sampling, given = SamplingParams.of(said | {"logprobs": likeliest}), body.get("messages" if chat else "prompt")
         if chat:
             if self.server.template is None:
                 raise EngineError("the model has no chat template: use /v1/completions")
@@ -148,9 +149,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise EngineError("prompt is a text or a list of token ids, not empty")
         return Prompt(name="", tokens=tokens, sampling=sampling)
 
-    def _stream(self, form: _Form, tokens: Iterator[list[int]]) -> None:
+    def _stream(self, form: Form, tokens: Iterator[Told]) -> None:
         """Send what comes as it comes; an answer that is lost midway ends with an error and no [DONE]."""
-        some = next(tokens, [])  # until now it may be refused
+        some = next(tokens, None)  # until now it may be refused
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
@@ -158,9 +159,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         try:
             while some:
-                self._event(form.chunk(form.take(some)))
-                some = next(tokens, [])
-            self._event(form.chunk(form.rest(), form.ended))
+                self._event(form.chunk(form.take(some), some))
+                some = next(tokens, None)
+            self._event(form.chunk(form.rest(), ended=form.ended))
             self.wfile.write(b"data: [DONE]\n\n")
         except EngineError as error:
             self._event(_error(503, str(error)))
@@ -186,50 +187,6 @@ class _Handler(BaseHTTPRequestHandler):
 def _error(status: int, why: str) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": why, "type": kind, "code": status}}
-
-
-class _Form:
-    """One answer in OpenAI's form."""
-
-    def __init__(self, model: str, chat: bool, tokenizer: Tokenizer, prompt: int, most: int) -> None:
-        self._chat, self._tokenizer, self._prompt, self._most = chat, tokenizer, prompt, most
-        kind = "chatcmpl" if chat else "cmpl"
-        self._head = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._tokens: list[int] = []
-        self._told, self._text = 0, ""
-        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def take(self, tokens: list[int], last: bool = False) -> str:
-        """The text that more tokens add, in whole characters."""
-        self._tokens += tokens
-        data = self._tokenizer.decode(self._tokens)
-        text, self._told = self._bytes.decode(data[self._told :], last), len(data)
-        self._text += text
-        return text
-
-    @property
-    def ended(self) -> str:
-        """The reason that it is over."""
-        return "length" if len(self._tokens) >= self._most else "stop"
-
-    def rest(self) -> str:
-        """The text of a last character that is not whole."""
-        return self.take([], True)
-
-    def chunk(self, text: str, ended: str | None = None) -> dict[str, Any]:
-        """One event of a stream."""
-        said = {"delta": {"content": text}} if self._chat else {"text": text}
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return self._head | {"object": kind, "choices": [{"index": 0, **said, "finish_reason": ended}]}
-
-    def whole(self) -> dict[str, Any]:
-        """The answer as a whole."""
-        self.rest()
-        said = {"message": {"role": "assistant", "content": self._text}} if self._chat else {"text": self._text}
-        used = {"prompt_tokens": self._prompt, "completion_tokens": len(self._tokens)}
-        kind = "chat.completion" if self._chat else "text_completion"
-        choices = [{"index": 0, **said, "finish_reason": self.ended}]
-        return self._head | {"object": kind, "choices": choices, "usage": used}
 
 
 def router_parser() -> argparse.ArgumentParser:

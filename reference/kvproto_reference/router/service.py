@@ -13,8 +13,13 @@ import zmq
 
 from ..demo.prompts import Prompt
 from ..demo.router import Request
+from ..engine.logprobs import LogProbs
 from ..errors import EngineError
 from .balance import BalancedRouter
+
+Told = tuple[list[int], list[LogProbs]]
+"""Tokens, and the log probabilities of each if they were asked for; no token at the end."""
+_END: Told = [], []
 
 _PATIENCE = 120.0
 """Seconds without news after which a request is given up."""
@@ -31,7 +36,7 @@ class Answer:
     """The tokens of one request as they come."""
 
     request: Request
-    news: queue.SimpleQueue[list[int]] = attrs.Factory(queue.SimpleQueue)
+    news: queue.SimpleQueue[Told] = attrs.Factory(queue.SimpleQueue)
     tokens: list[int] = attrs.Factory(list)
     """Tokens that were told."""
     error: str = ""
@@ -62,16 +67,16 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="router", daemon=True)
         self._thread.start()
 
-    def ask(self, prompt: Prompt, max_new: int) -> Generator[list[int], None, None]:
-        """The tokens of an answer, some at a time; raises EngineError if it is lost or one too many."""
+    def ask(self, prompt: Prompt, max_new: int) -> Generator[Told, None, None]:
+        """The tokens of an answer, some at a time, each with what was asked of it; raises EngineError if it is lost."""
         if self.failure or self.under_way >= self._most:
             raise EngineError(self.failure or f"{self._most} requests are under way: ask again later")
         answer = Answer(Request(next(self._numbers), prompt, max_new))
         self._inbox.put(answer)
         os.eventfd_write(self._bell, 1)
         try:
-            while tokens := answer.news.get(timeout=_PATIENCE):
-                yield tokens
+            while (told := answer.news.get(timeout=_PATIENCE))[0]:
+                yield told
         except queue.Empty:
             said = "; ".join(f"{name}: {why}" for name, why in self.why.items() if why)
             answer.error = f"no engine has answered for {_PATIENCE:.0f} s" + f" ({said})" * bool(said)
@@ -135,13 +140,13 @@ class Service:
             self._end(answer, request.error)
         else:
             if len(tokens) > len(told):
-                new, answer.tokens = tokens[len(told) :], list(tokens)
-                answer.news.put(new)
+                answer.news.put((tokens[len(told) :], request.logprobs[len(told) :]))
+                answer.tokens = list(tokens)
             if request.over:
                 self.served, answer.over = self.served + 1, True
-                answer.news.put([])
+                answer.news.put(_END)
 
     def _end(self, answer: Answer, error: str) -> None:
         self.lost += 1
         answer.error, answer.over = error, True
-        answer.news.put([])
+        answer.news.put(_END)
