@@ -1,8 +1,8 @@
 """`python -m tools.engines`: what `kvproto describe --engine` says beside what the engines' own packages allocate, and
 engines that hand prompts over to each other (vllm_pd.py).
 
-The packages are in an environment of their own (install.sh). Each case is printed; one that a package cannot run here
-says why, and counts as a difference. Backends that cannot be imported here are named.
+The packages are in an environment of their own (install.sh). Two parts run at a time, and each is printed when it ends;
+a case that a package cannot run here says why, and counts as a difference. Backends that cannot be imported here are named.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+import attrs
 
 from kvproto.errors import KvprotoError
 from kvproto.planning.layout import Parallel
@@ -40,57 +44,74 @@ def main(argv: list[str] | None = None) -> int:
     """Run both packages' probes and compare; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.engines", description=__doc__)
     parser.add_argument("--at", type=Path, default=ROOT / ".engines", help="the environment that install.sh made")
-    args = parser.parse_args(argv)
-    begun = time.monotonic()
-    wrong: list[list[str]] = []
-    for engine, release, path, asked, compare in (
-        ("vllm", "0.32.0", "", cases.vllm_cases([(1, "LBNHC"), (2, "LBHNC")]), vllm_differences),
-        ("vllm", "0.33.0", "vllm-0.33.0", cases.vllm_cases([(1, "BLHNC"), (2, "LBNHC")]), vllm_differences),
-        ("sglang", "0.5.23", "sgt", cases.sglang_cases(), sglang_differences),
-    ):
-        by_id = {case["id"]: case for case in asked}
-        seen = set()
-        for row in answers(engine, path, asked, args.at):
-            if "release" in row:
-                found = [f"release {row['release']}, not {release}"] * (row["release"] != release)
-                found += backend_differences(row.get("backends", {}))
-                wrong.append(report(f"{engine} {row['release']}: {len(asked)} cases", found))
-                continue
-            case = by_id[row["id"]]
-            seen.add(row["id"])
-            found = [f"not run: {row['not_run']}"] if "not_run" in row else compare(case, row)
-            wrong.append(report(f"{engine} {release}, {row['id']}", found))
-        wrong.append(report(f"{engine} {release}: every case was answered", sorted(by_id.keys() - seen)))
-        found = [line for line in frames.differences(engine, release, path, args.at.resolve()) if line]
-        wrong.append(report(f"{engine} {release}: the frames of the captures", found))
-    wrong.append(report("what docs/engines_own.md says of the engines' own connectors", own.differences(args.at)))
+    at, begun = parser.parse_args(argv).at.resolve(), time.monotonic()
     jax = ["--jax", sys.executable] if importlib.util.find_spec("jax") else []
-    models = str(args.at.resolve() / "models")
-    for module, path, *given in (
-        ("vllm_pd", "", models), ("vllm_pd", "vllm-0.33.0", models), ("vllm_specs", ""), ("vllm_specs", "vllm-0.33.0"),
-        ("vllm_families", "vllm-0.33.0", models), ("vllm_triton", "vllm-0.33.0", models), ("vllm_suite", ""), ("vllm_cannot", "", models), ("vllm_serve", "", models),
-        ("vllm_tiers", "", models), ("vllm_tiers", "vllm-0.33.0", models), ("tiers", "sgt", models), ("sglang_drafts", "sgt"),
-        ("sglang_pd", "sgt", models), ("sglang_dcp", "sgt", models), ("sglang_specs", "sgt"), ("sglang_suite", "sgt"), ("sglang_handover", "sgt"), ("sglang_cannot", "sgt", models), ("sglang_serve", "sgt", models), ("cross_pd", "sgt", models, *jax),
-        ("real_pd", "sgt", str(smollm2.FOLDER)),
-    ):  # fmt: skip
-        wrong.append(handed_over(module, path, args.at.resolve(), *given))
-    wrong = [lines for lines in wrong if lines]
-    for lines in wrong:  # again, for those who read only the end
-        print("\n".join(lines))
-    print(f"{len(wrong)} differ, {time.monotonic() - begun:.0f} s")
+    models, second = str(at / "models"), "vllm-0.33.0"
+    one, two = cases.vllm_cases([(1, "LBNHC"), (2, "LBHNC")]), cases.vllm_cases([(1, "BLHNC"), (2, "LBNHC")])
+
+    def handed(module: str, path: str, *given: str) -> Part:
+        return Part(f"{module} {path}", partial(handed_over, module, path, at, *given))
+
+    def probed(engine: str, release: str, path: str, asked: list[Row], compare: Any) -> Part:
+        return Part(f"pools of {engine} {release}", partial(probe, engine, release, path, asked, compare, at))
+
+    vllm = deque([
+        handed("vllm_pd", "", models), handed("vllm_triton", second, models), handed("vllm_pd", second, models),
+        handed("vllm_tiers", second, models), handed("vllm_families", second, models),
+        handed("vllm_cannot", "", models), handed("vllm_suite", ""), handed("vllm_specs", second),
+        probed("vllm", "0.33.0", second, two, vllm_differences), probed("vllm", "0.32.0", "", one, vllm_differences),
+        handed("vllm_serve", "", models), handed("vllm_tiers", "", models), handed("vllm_specs", ""),
+    ])  # fmt: skip
+    sglang = deque([
+        Part("docs/engines_own.md", lambda: [report("what it says of the engines' own connectors", own.differences(at))]),
+        handed("sglang_pd", "sgt", models), handed("cross_pd", "sgt", models, *jax),
+        handed("sglang_dcp", "sgt", models), handed("tiers", "sgt", models), handed("sglang_suite", "sgt"),
+        handed("sglang_serve", "sgt", models), handed("sglang_cannot", "sgt", models), handed("sglang_handover", "sgt"),
+        probed("sglang", "0.5.23", "sgt", cases.sglang_cases(), sglang_differences), handed("sglang_specs", "sgt"),
+        handed("sglang_drafts", "sgt"), handed("real_pd", "sgt", str(smollm2.FOLDER)),
+    ])  # fmt: skip
+    with ThreadPoolExecutor(2) as pool:
+        lanes = [pool.submit(run, vllm), pool.submit(run, sglang, vllm)]
+    wrong = [line for lane in lanes for line in lane.result()]
+    for line in wrong:  # again, for those who read only the end
+        print(line)
+    print(f"{sum(line.startswith('DIFFERS') for line in wrong)} differ, {time.monotonic() - begun:.0f} s")
     return 1 if wrong else 0
 
 
-def report(what: str, found: list[str]) -> list[str]:
-    """Print one line, or what differs; the lines that say what differs."""
-    lines = [f"{'DIFFERS' if found else 'same'}  {what}", *(f"         {line}" for line in found[:6])]
-    print("\n".join(lines), flush=True)
-    return lines if found else []
+@attrs.frozen
+class Part:
+    """A comparison that runs by itself: its title, and the function that makes its lines."""
+
+    title: str
+    lines: Callable[[], Iterable[list[str]]]
 
 
-def handed_over(module: str, path: str, at: Path, *given: str) -> list[str]:
-    """Engines of a release hand prompts over to each other, through kvproto_vllm and kvproto_sglang; what differs, and
-    the errors and last lines of the engines' logs. `module` is one beside this, and `given` are its arguments.
+def run(*queues: deque[Part]) -> list[str]:
+    """Run parts of these queues, the first queue before the next, and print each part when it ends; what differs.
+
+    The ports of SGLang's servers are fixed: its parts are one queue.
+    """
+    wrong = []
+    for queue in queues:
+        while queue:
+            part, begun = queue.popleft(), time.monotonic()
+            lines = list(part.lines())
+            text = "\n".join(line for each in lines for line in each)
+            print(f"== {part.title}: {time.monotonic() - begun:.0f} s\n{text}", flush=True)
+            wrong += [line for each in lines if each[0].startswith("DIFFERS") for line in each]
+    return wrong
+
+
+def report(what: str, found: Iterable[str]) -> list[str]:
+    """One line, and what differs."""
+    lines = [line for line in found if line]
+    return [f"{'DIFFERS' if lines else 'same'}  {what}", *(f"         {line}" for line in lines[:6])]
+
+
+def handed_over(module: str, path: str, at: Path, *given: str) -> Iterator[list[str]]:
+    """Engines of a release hand prompts over to each other, through kvproto_vllm and kvproto_sglang; where that differs,
+    also the errors and last lines of the engines' logs. `module` is one beside this, and `given` are its arguments.
     """
     sglang = path == "sgt"
     paths = [str(HERE / "sglang_cpu")] * sglang + [str(at / path)] * bool(path)
@@ -103,28 +124,40 @@ def handed_over(module: str, path: str, at: Path, *given: str) -> list[str]:
         "SGLANG_USE_CPU_ENGINE": str(int(sglang)),
     }
     command = [str(at / "venv/bin/python"), "-m", f"tools.engines.{module}", *given]
-    log = at / f"{module}.log"
-    told: list[str] = []
-    with log.open("a") as said:  # the engines' own output, which may hold bad input
-        run = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=said, cwd=ROOT, text=True)
-    assert run.stdout is not None
-    reader = threading.Thread(target=_pass_on, args=(run.stdout, told), daemon=True)
-    reader.start()
-    status = run.wait()
-    reader.join(10)  # a server that did not end keeps its standard output open
-    if not status:
-        return []
-    first = [n for n, line in enumerate(told) if line.startswith("DIFFERS")]
-    lines = [line for n in first for line in told[n : n + 3]] or told[-3:]
-    ours = log.read_text().splitlines()
-    raised = [line for line in ours if re.match(r"[\w.]*(Error|Exception)\b", line)]  # by an engine, before it ended
-    return [f"DIFFERS  {module} {path}, exit status {status}", *lines, *raised[-6:], *ours[-12:]]
+    name = "-".join(filter(None, (module, path)))
+    out, log = at / f"{name}.out", at / f"{name}.log"  # files: a server that does not end keeps a pipe open
+    with out.open("w") as lines, log.open("w") as said:  # the engines' own output, which may hold bad input
+        status = subprocess.run(command, env=env, stdout=lines, stderr=said, cwd=ROOT).returncode
+    told = out.read_text().splitlines()
+    yield [f"exit status {status}", *told]
+    if status:
+        first = [n for n, line in enumerate(told) if line.startswith("DIFFERS")]
+        differ = [line for n in first for line in told[n : n + 3]] or told[-3:]
+        ours = log.read_text().splitlines()
+        raised = [
+            line for line in ours if re.match(r"[\w.]*(Error|Exception)\b", line)
+        ]  # by an engine, before it ended
+        yield [f"DIFFERS  {module} {path}", *differ, *raised[-6:], *ours[-12:]]
 
 
-def _pass_on(lines: IO[str], told: list[str]) -> None:
-    for line in lines:
-        print(line, end="", flush=True)
-        told.append(line.rstrip())
+def probe(
+    engine: str, release: str, path: str, asked: list[Row], compare: Callable[[Row, Row], list[str]], at: Path
+) -> Iterator[list[str]]:  # fmt: skip
+    """Compare what a release allocates with what we state, and the frames that it writes with the captures."""
+    by_id = {case["id"]: case for case in asked}
+    seen = set()
+    for row in answers(engine, path, asked, at):
+        if "release" in row:
+            found = [f"release {row['release']}, not {release}"] * (row["release"] != release)
+            cannot, differ = backend_differences(row.get("backends", {}))
+            yield [*report(f"{engine} {row['release']}: {len(asked)} cases", found + differ), *cannot]
+            continue
+        case = by_id[row["id"]]
+        seen.add(row["id"])
+        found = [f"not run: {row['not_run']}"] if "not_run" in row else compare(case, row)
+        yield report(f"{engine} {release}, {row['id']}", found)
+    yield report(f"{engine} {release}: every case was answered", sorted(by_id.keys() - seen))
+    yield report(f"{engine} {release}: the frames of the captures", frames.differences(engine, release, path, at))
 
 
 def answers(engine: str, path: str, asked: list[Row], at: Path) -> Iterator[Row]:
@@ -145,15 +178,15 @@ def answers(engine: str, path: str, asked: list[Row], at: Path) -> Iterator[Row]
     probe.wait()
 
 
-def backend_differences(said: dict[str, Row]) -> list[str]:
-    """Layouts, block sizes and planes of the backends in our table, where the package can say them here."""
-    found = []
+def backend_differences(said: dict[str, Row]) -> tuple[list[str], list[str]]:
+    """Backends of our table that cannot say here what they have, and layouts, block sizes and planes that differ."""
+    cannot, found = list[str](), list[str]()
     for name, ours in ((n, b) for kind in BACKENDS.values() for n, b in kind.items()):
         theirs = said.get(name, {"not_run": "no such backend"}) if said else None
         if theirs is None:
-            return []
+            return [], []
         if "not_run" in theirs:
-            print(f"         {name} cannot say its layouts here: {theirs['not_run'].splitlines()[0][:90]}")
+            cannot.append(f"         {name} cannot say its layouts here: {theirs['not_run'].splitlines()[0][:90]}")
             if theirs["not_run"] == "no such backend":
                 found.append(f"{name}: no such backend")
             continue
@@ -164,7 +197,7 @@ def backend_differences(said: dict[str, Row]) -> list[str]:
             found.append(f"{name}: blocks {theirs['sizes'] or theirs['multiple']}, not {ours.sizes or ours.multiple}")
         if theirs["planes"] != ours.planes:
             found.append(f"{name}: planes {theirs['planes']}, not {ours.planes}")
-    return found
+    return cannot, found
 
 
 def entries(side: Pools, blocks: int) -> dict[tuple[int, str, int], tuple[Entry, int]]:

@@ -6,11 +6,13 @@ something to state.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any
 
 from tools.engines.vllm_models import make
 
-_PATIENCE = 150.0
+_PATIENCE = 600.0
 """Within how many seconds an engine ends, or answers."""
 _ANSWER = "--answer"
 _MODELS = ("model", "model_path", "speculative_draft_model_path")
@@ -40,7 +42,7 @@ def run(title: str, cases: Cases, answer: Callable[[dict[str, Any]], object], ar
     module = sys.modules["__main__"].__spec__
     assert module is not None
     for what, (settings, says) in cases.items():
-        found = _ended(module.name, _filled(Path(argv[0]), settings))
+        found = _ended(module.name, _filled(Path(argv[0]), settings), says)
         differs = says not in found
         wrong += differs
         print(f"{'DIFFERS' if differs else 'same   '} {title} does not run {what}: {says}", flush=True)
@@ -63,14 +65,22 @@ def _filled(models: Path, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ended(module: str, settings: dict[str, Any]) -> str:
-    """Everything that an engine with these settings printed until it ended or answered."""
+def _ended(module: str, settings: dict[str, Any], says: str) -> str:
+    """Text that an engine with these settings printed until it said this, ended or answered."""
     command = [sys.executable, "-m", module, _ANSWER, json.dumps(settings)]
     engine = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )  # fmt: skip
-    try:
-        return engine.communicate(timeout=_PATIENCE)[0]
-    except subprocess.TimeoutExpired:
+    assert engine.stdout is not None
+    late = threading.Timer(_PATIENCE, os.killpg, (engine.pid, signal.SIGKILL))  # an engine that has failed may not end
+    late.start()
+    found = ""
+    for line in engine.stdout:
+        found += line
+        if says in line:
+            break
+    late.cancel()
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(engine.pid, signal.SIGKILL)
-        return engine.communicate()[0]
+    engine.wait()
+    return found

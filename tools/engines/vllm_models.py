@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,14 +56,29 @@ dummy weights, Kimi's delta attention beside MLA, and MLA with an index.
 """
 
 
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process makes models in the folder meanwhile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def make_adapter(model: Path, name: str) -> Path:
     """The folder of a LoRA adapter of a model, made where it is not there yet; other names give other weights."""
     path = model.with_name(f"{model.name}, adapter {name}")
-    return path if path.is_dir() else draw_adapter(path, model, sum(name.encode()))
+    with _alone(model.parent):
+        return path if path.is_dir() else draw_adapter(path, model, sum(name.encode()))
 
 
 def make(folder: Path, name: str) -> Path:
     """The folder of a model, made where it is not there yet; weights are spread so that greedy tokens vary."""
+    with _alone(folder):
+        return _made(folder, name)
+
+
+def _made(folder: Path, name: str) -> Path:
     import torch
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
