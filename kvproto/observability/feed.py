@@ -110,10 +110,11 @@ class FeedServer:
                         os.eventfd_read(self._wakeup)
                     elif ready & selectors.EVENT_READ:  # the follower has closed, or sent something
                         self._drop(selector, key.fd)
-                self._publish_all()
+                last = self._closed  # as it is now: what came before the end is published in the round that is the last
+                self._publish_all(last)
                 for fd, follower in list(self._followers.items()):
                     self._write(selector, fd, follower)
-                if self._closed:
+                if last:
                     return
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
@@ -132,11 +133,11 @@ class FeedServer:
         selector.register(conn, selectors.EVENT_READ)
         self._due = 0.0
 
-    def _publish_all(self) -> None:
+    def _publish_all(self, last: bool) -> None:
         lines = []
         while self._events:
             lines.append(_line(self._events.popleft()))
-        if self._followers and (self._closed or time.monotonic() >= self._due):
+        if self._followers and (last or time.monotonic() >= self._due):
             self._due = time.monotonic() + _EVERY
             lines.append(_line({"kind": "metrics", "time": time.time(), "samples": self._ask()}))
         for follower in self._followers.values():

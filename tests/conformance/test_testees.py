@@ -28,6 +28,8 @@ TESTEES = Path(__file__).parents[2] / "conformance/testees"
 STRICT = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 SANITIZED = ["-std=c11", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 CORE = [sys.executable, str(TESTEES / "planner.py")]
+PATIENCE = 60.0
+"""Seconds for an answer to a large question, on a machine that does other things."""
 Said = pytest.CaptureFixture[str]
 
 
@@ -106,7 +108,7 @@ def test_what_rust_plans_and_lowers_is_conformant(planner: list[str], capsys: Sa
 
 def test_rust_plans_as_kvproto_does(planner: list[str]) -> None:
     """In wild worlds, in those of virtual stages and odd owners, and where one thing of a side is spoilt."""
-    with Driver(planner) as testee:
+    with Driver(planner, PATIENCE) as testee:
         testee.greet({"op": "hello"})
         for seed in range(50):
             same_in_worlds(testee, seed)
@@ -151,7 +153,7 @@ def test_a_planner_of_the_core_plans_as_kvproto_does_or_declines() -> None:
 def test_rust_knows_when_it_is_too_much(planner: list[str], made: test_planner.Made) -> None:
     """KVP-PLAN-SIZE: the greatest world that fits, and the least that does not."""
     fits, beyond = test_planner.LARGE[made]
-    with Driver(planner) as testee:
+    with Driver(planner, PATIENCE) as testee:
         testee.greet({"op": "hello"})
         for many in (fits, beyond):
             pair = (*made(many), ())

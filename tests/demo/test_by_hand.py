@@ -54,18 +54,25 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def wait_ready(folder: Path, name: str) -> None:
-    """Until the engine answers."""
+def wait_ready(folder: Path, name: str, engine: Command) -> None:
+    """Until the engine of this name answers; if it has ended, the test fails with what it said."""
     line = Line(folder, name)
     while not [word for word in line.receive() if word["op"] == "ready"]:
+        assert engine.process.is_alive(), engine.wait()
         line.socket.poll(100)
     line.close()
 
 
+_HELD: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """A port that nobody else is given: it stays bound, and a server that binds it for reuse may listen there."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    one.bind(("127.0.0.1", 0))
+    _HELD.append(one)
+    return int(one.getsockname()[1])
 
 
 @pytest.mark.parametrize("over", ["ipc", "tcp"])
@@ -81,7 +88,7 @@ def test_a_misfit_is_refused_by_name_and_the_next_is_served(
         source_keys = ["--prefill", f"tcp://0.0.0.0:{port}", "--advertise", outside, "--tp", 2, "--keys", ours]
         address = ["--prefill", outside, "--keys", theirs, "--source-key", ours / "public.key"]
     source = start("prefill", "--dir", folder, *source_keys)
-    wait_ready(folder, "prefill-0")
+    wait_ready(folder, "prefill-0", source)
     misfit = start("decode", "--dir", folder, "--target", "gqa", *address)
     status, _, said = misfit.wait()
     assert status == 1
@@ -110,7 +117,7 @@ def test_engines_find_each_other_in_etcd(start: Start, folder: Path, tmp_path: P
                 "prefill", "--dir", folder, "--register", member.place, "--prefill", place, "--insecure",
                 "--transport", "inline",
             )  # fmt: skip
-            wait_ready(folder, "prefill-0")
+            wait_ready(folder, "prefill-0", prefill)
             result = demo("--attach", folder, "--prompt-file", prompts, "--json", "--max-new", "8")
             assert result.status == 0, result.said
             assert report(result)["identical"]
@@ -129,15 +136,15 @@ def test_engines_answer_probes(start: Start, folder: Path) -> None:
 
     def ask(port: int, path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    wait_ready(folder, "prefill-0")
-    wait_ready(folder, "decode-0")
+    wait_ready(folder, "prefill-0", prefill)
+    wait_ready(folder, "decode-0", decode)
     assert ask(ports[0], "/ready")[0] == 200
-    until = time.monotonic() + 60
+    until = time.monotonic() + 100
     while ask(ports[1], "/ready")[0] != 200:
         assert time.monotonic() < until
     assert 'kvproto_peers{engine="decode",rank="0",replica="0",role="sink"} 1.0' in ask(ports[1], "/metrics")[1]
@@ -153,19 +160,18 @@ def test_engines_answer_probes(start: Start, folder: Path) -> None:
 
 def test_nonsense_at_the_control_socket_ends_no_engine(start: Start, folder: Path) -> None:
     engine = start("prefill", "--dir", folder)
-    wait_ready(folder, "prefill-0")
+    wait_ready(folder, "prefill-0", engine)
     with zmq.Context() as context, context.socket(zmq.DEALER) as other:
         other.connect(f"ipc://{folder}/prefill-0")
         for parts in ([b"\x00\x8b\xff"], [b"[" * 100_000], [b"7"], [b"{}"], [b"a", b"b"]):
             other.send_multipart(parts)
-        wait_ready(folder, "prefill-0")
+        wait_ready(folder, "prefill-0", engine)
     engine.process.terminate()
     assert engine.wait().status == 0
 
 
 def test_address_in_use(start: Start, folder: Path) -> None:
-    start("prefill", "--dir", folder)
-    wait_ready(folder, "prefill-0")
+    wait_ready(folder, "prefill-0", start("prefill", "--dir", folder))
     status, _, said = start("prefill", "--dir", folder).wait()
     assert status == 1
     assert "in use" in said
@@ -177,7 +183,7 @@ def test_an_engine_ends_with_any_of_its_ranks(start: Start, folder: Path, framew
     """JAX would wait for the rank that was killed, and then abort."""
     pytest.importorskip("jax") if "jax" in framework else None
     engine = start("prefill", "--dir", folder, "--framework", framework, "--tp", "2", "--draft", "none")
-    wait_ready(folder, "prefill-0")
+    wait_ready(folder, "prefill-0", engine)
     (other,) = psutil.Process(engine.pid).children()
     other.kill()
     status, _, said = engine.wait(8)
@@ -216,10 +222,9 @@ def test_directory_that_others_may_enter(folder: Path) -> None:
 
 
 def test_decode_that_is_killed_costs_prefill_nothing(start: Start, folder: Path, tmp_path: Path) -> None:
-    start("prefill", "--dir", folder)
-    wait_ready(folder, "prefill-0")
+    wait_ready(folder, "prefill-0", start("prefill", "--dir", folder))
     first = start("decode", "--dir", folder)
-    wait_ready(folder, "decode-0")
+    wait_ready(folder, "decode-0", first)
     first.process.kill()
     first.wait()
     start("decode", "--dir", folder)
@@ -287,8 +292,7 @@ def test_a_prompt_that_nobody_fetches_while_it_waits_for_pages_costs_no_engine(s
 
 def test_an_engine_that_does_not_run_is_named(start: Start, folder: Path) -> None:
     """And decode says itself that no prefill answers it."""
-    start("decode", "--dir", folder)
-    wait_ready(folder, "decode-0")
+    wait_ready(folder, "decode-0", start("decode", "--dir", folder))
     router = Router(folder, "prefill", Engines())
     while not router.takes("decode-0"):
         router._turn(lambda request: None)

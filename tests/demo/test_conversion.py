@@ -33,8 +33,7 @@ def test_tokens_are_those_of_one_engine_that_stores_them_so(args: str, prompts: 
 
 def test_an_engine_that_does_not_say_so_is_refused(start: Start, folder: Path) -> None:
     """By code, path, and what to do."""
-    start("prefill", "--dir", folder, "--dtype", "bfloat16")
-    wait_ready(folder, "prefill-0")
+    wait_ready(folder, "prefill-0", start("prefill", "--dir", folder, "--dtype", "bfloat16"))
     status, _, said = start("decode", "--dir", folder, "--dtype", "bfloat16", "--kv-dtype", "e4m3_block").wait()
     assert status == 1
     assert "DTYPE_MISMATCH at groups[target].parts[latent].dtype" in said
