@@ -46,19 +46,19 @@ SLOW = {
     "conformance/test_driver.py::test_a_degenerate_testee_earns_nothing",
     "conformance/test_driver.py::test_a_hello_that_says_nothing_makes_an_invalid_run",
     "conformance/test_engines_c.py",
-    "conformance/test_fresh.py::test_a_testee_that_remembers_the_vectors_is_nonconformant",
-    "conformance/test_fresh.py::test_one_of_them_is_replayed_as_it_was_asked",
-    "conformance/test_fresh.py::test_what_is_known_to_fail_has_none",
+    "conformance/test_fresh.py",
     "conformance/test_live.py",
     "conformance/test_meeting.py",
     "conformance/test_planner.py",
     "conformance/test_planner_profiles.py",
+    "conformance/test_profiles.py::test_an_engine_may_know_no_message_of_an_extension",
     "conformance/test_prove.py",
     "conformance/test_reports.py",
     "conformance/test_testees.py",
     "demo",
     "door/test_addresses.py",
     "door/test_conversion.py",
+    "discovery/test_dns.py::test_pods_are_found_by_their_names_whatever_their_addresses",
     "discovery/test_etcd.py",
     "discovery/test_settings.py",
     "door/test_faults.py",
@@ -102,6 +102,7 @@ SLOW = {
     "plan/test_parallel.py::test_whatever_is_laid_out_is_a_description_and_the_rest_is_refused_by_name",
     "plan/test_plan.py::test_many_groups_and_many_runs_of_layers_take_no_longer_than_what_they_state",
     "plan/test_plan.py::test_plan_against_brute_force",
+    "plan/test_program.py::test_checksum_of_more_bytes_than_are_summed_at_once",
     "plan/test_program.py::test_every_byte_against_brute_force",
     "plan/test_program.py::test_part_of_a_program_is_the_program_of_the_part",
     "plan/test_row_vectors.py",
@@ -123,8 +124,12 @@ SLOW = {
     "session/test_staged.py::test_nonsense_in_packed_bytes_and_credits_costs_nobody_else_anything",
     "sglang/test_families.py",
     "sglang/test_transfers.py",
+    "simulation/test_simulation.py::test_a_seed_decides_everything_in_any_process",
+    "simulation/test_simulation.py::test_every_kind_of_fault_and_end_is_reached",
+    "simulation/test_simulation.py::test_what_was_found_once_stays_mended",
     "tiers/test_agreement.py::test_all_ranks_decide_the_same_and_can_do_it",
     "tiers/test_cache.py::test_a_process_ends_while_its_storage_hangs",
+    "tiers/test_cache.py::test_nobody_waits_for_a_storage_that_hangs_until_it_is_back",
     "tiers/test_catalogue.py::test_what_is_told_is_what_is_found",
     "tiers/test_faults.py",
     "tiers/test_groups.py::test_a_writer_of_several_pages_that_is_killed_leaves_whole_ones",
@@ -137,6 +142,8 @@ SLOW = {
     "tiers/test_storage.py",
     "tiers/test_stores.py",
     "tiers/test_whole.py",
+    "tools/test_benchmarks.py::test_imports_are_there",
+    "tools/test_candidates.py",
     "tools/test_models.py",
     "tools/test_small_runs.py",
     "transport/test_cuda_convert.py",
@@ -175,7 +182,10 @@ THOROUGH = {
     "tools/test_candidates.py::test_the_check_refuses_a_change_until_a_candidate_is_opened",
     "tools/test_small_runs.py",
 }
-"""Files and tests that `make test` leaves to `make test-thorough`: the project's own tools, whole, and whether they find faults."""
+"""Files and tests that `make test` leaves to `make test-thorough`: the project's own tools, whole, and whether they find faults.
+
+`tests.cases` leaves it cases of other tests.
+"""
 
 ONE_WORKER = {
     "conformance/test_meeting.py": "versions",
@@ -244,7 +254,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     names = {file.split("/")[0], file, f"{file}::{name}"}
     if THOROUGH & names:
         item.add_marker(pytest.mark.thorough)
-    if (SLOW | THOROUGH) & names:
+    if SLOW & names or item.get_closest_marker("thorough"):
         item.add_marker(pytest.mark.slow)
 
 

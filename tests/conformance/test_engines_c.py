@@ -16,6 +16,7 @@ from kvproto_conformance.codec import read_struct
 from kvproto_conformance.live import list_scenarios, moving, run
 from kvproto_conformance.live.engine import Engine
 from kvproto_conformance.live.scenario import Prompt, handoff, rows_of, shares
+from tests.cases import sampled
 from tools.prove import source_c
 
 TESTEES = Path(__file__).parents[2] / "conformance/testees"
@@ -64,9 +65,10 @@ def address() -> Iterator[str]:
         yield f"ipc://{folder}/engine"
 
 
-@pytest.mark.parametrize("transport", ["SHM", "INLINE"])
-@pytest.mark.parametrize("world", ["gqa", "mla", "hybrid"])
-@pytest.mark.parametrize("in_c", ["source", "sink", "source and sink"])
+@pytest.mark.parametrize(
+    ("in_c", "world", "transport"),
+    sampled(["source", "sink", "source and sink"], ["gqa", "mla", "hybrid"], ["SHM", "INLINE"], every=3),
+)
 def test_they_hand_over(engines: dict[str, str], address: str, in_c: str, world: str, transport: str) -> None:
     """Every byte as the sink's attention reads it; three requests, one of which begins behind a prefix."""
     source, decode = (

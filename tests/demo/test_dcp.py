@@ -7,6 +7,7 @@ import torch
 
 from kvproto_reference.checkpoint import save
 from kvproto_reference.models import Decoder, ModelConfig
+from tests.cases import rest
 from tests.demo.test_demo import demo, nothing_is_left_behind, prompts, report, right
 from tests.processes import JAX, imported
 
@@ -25,7 +26,6 @@ MODELS = {
 }
 """Shapes that the shipped checkpoints do not have: with random weights, and as their own drafts."""
 RUNS = {
-    "MLA, TP 2 to DCP 2": "--decode-tp 2 --dcp 2",
     "GQA, CP 3 in fives to TP 4 with DCP 2 in threes": (
         "--prefill-tp 1 --prefill-cp 3 --prefill-interleave 5 --target gqa --draft gqa"
         " --decode-tp 4 --dcp 2 --interleave 3 --exchange ag_rs"
@@ -38,23 +38,27 @@ RUNS = {
         "--prefill-framework jax --prefill-tp 1 --prefill-cp 2 --prefill-interleave 5 --prefill-deal zigzag"
         " --decode-tp 2 --dcp 2 --target gqa --draft mla"
     ),
-    "JAX to JAX, TP 2 to TP 4 with DCP 2 in a zigzag": (
-        "--prefill-framework jax --decode-framework jax --decode-tp 4 --dcp 2 --interleave 3 --deal zigzag"
-    ),
     "two replicas of each": "--prefill-tp 2 --prefill-dp 2 --decode-dp 2 --target mla --draft mla",
-    "TP 2 to DCP 4, with a GQA draft that is not dealt": "--decode-tp 4 --dcp 4 --interleave 16",
-    "CP 4 in runs of 32 to DCP 4": "--prefill-tp 1 --prefill-cp 4 --prefill-interleave 32 --decode-tp 4 --dcp 4",
-    "CP 4 to DCP 2, other runs of tokens": "--prefill-tp 1 --prefill-cp 4 --decode-tp 2 --dcp 2",
-    "CP 4 to TP 2": "--prefill-tp 1 --prefill-cp 4 --decode-tp 2",
-    "TP 1 to TP 4 with DCP 2": "--prefill-tp 1 --decode-tp 4 --dcp 2 --interleave 4",
     "TP 2 to DCP 3": "--decode-tp 3 --dcp 3 --interleave 16 --target MLA-6 --draft MLA-6",
     "PP 4 to DCP 2": "--prefill-tp 1 --prefill-pp 4 --decode-tp 2 --dcp 2 --interleave 16",
     "the draft on one of two ranks, to TP 4 with DCP 2": (
         "--prefill-draft-tp 1 --decode-tp 4 --dcp 2 --interleave 4 --target GQA-4 --draft GQA-4"
     ),
     "TP 1 to PP 2, each stage with two chunks": "--prefill-tp 1 --decode-pp 2 --decode-virtual 2",
+}  # fmt: skip
+MORE = {
+    "MLA, TP 2 to DCP 2": "--decode-tp 2 --dcp 2",
+    "JAX to JAX, TP 2 to TP 4 with DCP 2 in a zigzag": (
+        "--prefill-framework jax --decode-framework jax --decode-tp 4 --dcp 2 --interleave 3 --deal zigzag"
+    ),
+    "TP 2 to DCP 4, with a GQA draft that is not dealt": "--decode-tp 4 --dcp 4 --interleave 16",
+    "CP 4 in runs of 32 to DCP 4": "--prefill-tp 1 --prefill-cp 4 --prefill-interleave 32 --decode-tp 4 --dcp 4",
+    "CP 4 to DCP 2, other runs of tokens": "--prefill-tp 1 --prefill-cp 4 --decode-tp 2 --dcp 2",
+    "CP 4 to TP 2": "--prefill-tp 1 --prefill-cp 4 --decode-tp 2",
+    "TP 1 to TP 4 with DCP 2": "--prefill-tp 1 --decode-tp 4 --dcp 2 --interleave 4",
     "GQA, TP 2 to TP 8 with DCP 4": "--decode-tp 8 --dcp 4 --interleave 8 --target GQA-8 --draft GQA-8",
 }  # fmt: skip
+"""Other sizes of what RUNS has."""
 STORED = {
     "MLA, TP 2 to DCP 2": (2, 1),
     "GQA, queries on every rank": (1, 1),
@@ -74,9 +78,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(folder / name) for name in MODELS}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, *rest(*MORE)])
 def test_tokens_are_those_of_one_engine(name: str, prompts: Path, models: dict[str, str]) -> None:
-    args = [models.get(word, word) for word in RUNS[name].split()]
+    args = [models.get(word, word) for word in (RUNS | MORE)[name].split()]
     told = right(*args, "--prompt-file", prompts, "--max-new", "12")
     assert max(request["acceptance"] for request in told["requests"]) > 1.5
     stored = told["plan"]["stored"]

@@ -27,6 +27,7 @@ from kvproto_reference.demo.__main__ import main
 from kvproto_reference.demo.options import parse
 from kvproto_reference.engine.description import STATES, WINDOW
 from kvproto_reference.errors import EngineError
+from tests.cases import rest
 from tests.processes import JAX, Command, Ended, imported
 
 imported("kvproto_reference.demo.__main__", "rich.live", *JAX)
@@ -177,17 +178,19 @@ def test_an_eagle_head(target: str, prefill: int, decode: int, prompts: Path) ->
 @pytest.mark.parametrize(
     "args",
     [
-        "--prefill-tp 1 --decode-tp 1 --speculate 0",
         # pages for one request and a part of another
         "--prefill-tp 1 --decode-tp 2 --pages 8",
-        "--prefill-tp 4 --decode-tp 2 --prefill-page-size 8",
-        "--prefill-tp 2 --decode-tp 4 --part 1 --window-pages 9",
         "--prefill-tp 3 --decode-tp 2 --spans --part 1 --pages 14 --chunk 7",
         "--prefill-tp 1 --decode-tp 2 --transport inline --tcp",
         "--prefill-tp 1 --decode-tp 4 --dcp 2 --interleave 4",
         "--prefill-tp 2 --prefill-pp 2 --decode-tp 1 --decode-pp 2 --window-pages 9",
-        "--prefill-framework jax --prefill-tp 2",
         "--decode-framework jax --prefill-tp 1 --decode-tp 4 --intent",
+        *rest(
+            "--prefill-tp 1 --decode-tp 1 --speculate 0",
+            "--prefill-tp 4 --decode-tp 2 --prefill-page-size 8",
+            "--prefill-tp 2 --decode-tp 4 --part 1 --window-pages 9",
+            "--prefill-framework jax --prefill-tp 2",
+        ),
     ],
 )
 def test_a_hybrid_target(args: str, prompts: Path) -> None:
@@ -438,11 +441,11 @@ def test_prompt_too_long_for_the_pools_leaves_the_others_alone(tmp_path: Path) -
     assert short["same_tokens"]
 
 
-@pytest.mark.parametrize("more", [(), ("--intent",), ("--spans",), ("--decode-tp", "2")], ids=str)
-def test_many_requests_and_few_pages(more: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", ["", "--decode-tp 2", *rest("--intent", "--spans")])
+def test_many_requests_and_few_pages(more: str, tmp_path: Path) -> None:
     """Pages that the last running request frees are given to the next at once: none waits for its deadline."""
     path = bad_prompts(tmp_path, "\n\n".join(f"{n} times Alice was beginning" for n in range(20)))
-    result = demo("--prompt-file", path, "--pages", "4", "--json", "--max-new", "8", "--prefill-tp", "1", *more)
+    result = demo("--prompt-file", path, "--pages", "4", "--json", "--max-new", "8", "--prefill-tp", "1", *more.split())
     told = report(result)
     assert told["identical"], result.said
     assert [request["lost"] for request in told["requests"]] == 20 * [[]]
@@ -452,14 +455,16 @@ def test_many_requests_and_few_pages(more: tuple[str, ...], tmp_path: Path) -> N
     "args",
     [
         '--decode-tp 2 --sampling {"temperature":1,"seed":3}',
-        "--decode-tp 2 --dcp 2 --target gqa --intent",
         "--spans --part 1 --decode-pp 2",
         "--draft eagle --cold-draft zero",
-        "--cold-draft zero",
         "--speculate 0 --decode-framework jax",
         # states begin again, and so do the windows' pages
         '--target hybrid --prefill-tp 2 --chunk 8 --window-pages 24 --sampling {"temperature":1,"seed":3,"logprobs":1}',
-        "--target hybrid --decode-framework jax --decode-tp 2 --chunk 8 --window-pages 24",
+        *rest(
+            "--decode-tp 2 --dcp 2 --target gqa --intent",
+            "--cold-draft zero",
+            "--target hybrid --decode-framework jax --decode-tp 2 --chunk 8 --window-pages 24",
+        ),
     ],
 )
 def test_answers_outgrow_the_pages(args: str, tmp_path: Path) -> None:

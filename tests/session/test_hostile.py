@@ -13,6 +13,7 @@ import pytest
 from kvproto.errors import LocalError, WireError
 from kvproto.wire import decode, decode_struct, encode, encode_struct, tables
 from kvproto.wire.messages import Geometry
+from tests.cases import sampled
 from tests.session.driver import World, geometry, ticket
 from tests.session.test_pull import PullWorld
 
@@ -77,8 +78,7 @@ def twister(rng: random.Random, rate: float, *kinds: type) -> Callable[[bytes], 
     return twist
 
 
-@pytest.mark.parametrize("pull", [False, True])
-@pytest.mark.parametrize("seed", range(250))
+@pytest.mark.parametrize(("seed", "pull"), sampled(range(250), [False, True], every=5))
 def test_well_formed_nonsense_costs_nobody_else_anything(seed: int, pull: bool) -> None:
     rng = random.Random(seed)
     world = PullWorld(geometry(2)) if pull else World(geometry(2))

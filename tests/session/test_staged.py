@@ -16,6 +16,7 @@ from kvproto.transport.staging.staged import ChunkPiece, StagedLink, StagedRecei
 from kvproto.wire import decode
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
 from kvproto.wire.messages import Begin, Chunk, Credit, Data, Handle
+from tests.cases import sampled
 from tests.pools import memory
 from tests.session.driver import Hearing, World, geometry, grants, ticket
 from tests.session.test_hostile import CONTENT, twister
@@ -475,8 +476,7 @@ def test_a_source_that_takes_what_was_not_offered_is_refused(
     assert sink.refused.code == code
 
 
-@pytest.mark.parametrize("made", [Staged, Inline])
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize(("seed", "made"), sampled(range(100), [Staged, Inline], every=5))
 def test_nonsense_in_packed_bytes_and_credits_costs_nobody_else_anything(seed: int, made: Any) -> None:
     rng = random.Random(seed)
     world = made(sinks=0)

@@ -16,6 +16,7 @@ from kvproto.wire.enums import ItemKind
 from kvproto_sglang import metadata
 from kvproto_sglang.sending import Sending
 from kvproto_sglang.tickets import ticket_of
+from tests.cases import sampled
 from tests.sglang.families import FAMILIES
 from tests.sglang.handover import TOKENS, Side, buffers, hand_over, write
 from tests.sglang.kinds import Standins
@@ -27,8 +28,7 @@ def side(family: str, page: int, ranks: int) -> Side:
     return FAMILIES[family].side(page, ranks, Standins())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("family", "sizes"), sampled(FAMILIES, SIZES, every=3))
 def test_every_byte_is_where_the_other_engine_looks(family: str, sizes: Any, tmp_path: Path) -> None:
     one, two = (side(family, page, ranks) for page, ranks in sizes)
     assert hand_over(one, two, f"ipc://{tmp_path}/p-{{rank}}") == []

@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 
 from kvproto import Options
+from tests.cases import sampled
 from tests.sglang.handover import Side, hand_over
 from tests.sglang.kinds import KINDS, Standins, side
 
+SIZES = [((16, 2), (64, 1)), ((1, 1), (32, 2)), ((64, 1), (16, 1)), ((64, 1), (64, 2))]
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [
-    ((16, 2), (64, 1)), ((1, 1), (32, 2)),
-    pytest.param(((64, 1), (16, 1)), marks=pytest.mark.slow), pytest.param(((64, 1), (64, 2)), marks=pytest.mark.slow),
-])  # fmt: skip
+
+@pytest.mark.parametrize(("kind", "sizes"), sampled(KINDS, SIZES, every=3))
 def test_every_value_is_where_the_other_engine_looks(kind: str, sizes: Any, tmp_path: Path) -> None:
     one, two = (side(kind, page, ranks) for page, ranks in sizes)
     assert hand_over(one, two, f"ipc://{tmp_path}/p-{{rank}}") == []

@@ -17,7 +17,7 @@ from tests.simulation.story import Ask, Fault, Setup, Story, of_seed, read, writ
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 25))])
 def test_nothing_that_must_never_happen_does(seed: int) -> None:
     """No wrong byte, no write into a page that is free, nothing that does not end, nothing left (docs/simulation.md)."""
     assert play(of_seed(seed)).violation is None
