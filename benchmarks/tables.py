@@ -377,6 +377,27 @@ def serving_frameworks() -> Rows:
             yield batch, phase, *(f"{median(rates):.1f}" for rates in both), f"{times:.2f}"
 
 
+@table(
+    "serving",
+    "frameworks on a GPU",
+    "element type | prompts at once | tokens a second in | torch | torch, CUDA graphs | JAX | of graphs",
+)
+def serving_frameworks_gpu() -> Rows:
+    for name in ("frameworks_gpu", "frameworks_gpu_bf16"):
+        kept = results(name)
+        for batch, of in kept["batches"].items():
+            for phase in ("prefill", "decode"):
+                eager, graphs, jax = of[phase].values()
+                times = median(mine / base for base, mine in zip(graphs, jax, strict=True))
+                yield (
+                    kept["dtype"],
+                    batch,
+                    phase,
+                    *(f"{median(each):,.0f}" for each in (eager, graphs, jax)),
+                    f"{times:.2f}",
+                )
+
+
 # docs/dcp_serving.md
 
 Point = dict[str, Any]
