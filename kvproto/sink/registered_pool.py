@@ -236,21 +236,19 @@ class SinkPrograms:
 
     def program(self, writer: int, grants: Mapping[int, Grants]) -> CopyProgram:
         """The program of a source rank's writes; places on the source's side have no meaning. Raises BAD_GRANT."""
-        rank = next(r for r in self._source.ranks if r.rank == writer)
-        groups = {g.id: g for g in self._source.groups}
-        drawn: dict[int, list[Grants]] = {}
-        for route in self._plan.between(writer, self._own.rank):
+        pair, drawn = self.pair(writer), dict[int, list[Grants]]()
+        for route in pair.routes:
             for id in {box.source_group for box in route.boxes}:
                 drawn.setdefault(id, []).append(grants[route.group])
         sources = {}
-        for share in rank.owns:
+        for share in pair.source.shares.values():
             first, count = 0, 0
             if spans := [(grant.first, grant.first + grant.count) for grant in drawn.get(share.group, ())]:
                 first = min(spans)[0]
                 count = max([end for _, end in spans]) - first
-            items = max(items_needed(groups[share.group], share.cp_rank, first, count), 1)
+            items = max(items_needed(pair.source.groups[share.group], share.cp_rank, first, count), 1)
             sources[share.group] = Window(first, count, np.arange(items))
-        return self.pair(writer).lower(sources, windows(grants.values()))
+        return pair.lower(sources, windows(grants.values()))
 
     def runs(self, writer: int) -> Runs:
         """The runs that a source rank writes for two scattered pages of each group; none if that cannot be computed."""
