@@ -15,7 +15,7 @@ from kvproto.options import Options
 from kvproto.prompt import check_name
 from kvproto.rank.base import options_of
 from kvproto.rank.driver import Driver
-from kvproto.rank.world import world
+from kvproto.rank.machine import machine
 from kvproto.session import Party, new_incarnation
 from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.watching import WatchEndpoint
@@ -60,7 +60,7 @@ class Finder(Closing):
         check_name("name", named)
         servers = {address: check_seed("sources", Seed(address, key), chosen) for address, key in seeds.items()}
         self._changed = threading.Condition()
-        party = Party(named, 0, 0, new_incarnation(world.time(), world.randbelow(1 << 20)))
+        party = Party(named, 0, 0, new_incarnation(machine.time(), machine.randbelow(1 << 20)))
         self._node = WatchNode(party, dialer_of(chosen), servers)
         self._driver = Driver(self._node, f"Finder {named!r}", self._deliver, chosen.thread, chosen.callbacks)
         self._driver.start()
@@ -106,9 +106,9 @@ class Finder(Closing):
 
     def wait(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until all engines are known, and return whether they are; see also `why`."""
-        until = world.monotonic() + timeout
+        until = machine.monotonic() + timeout
         while self.why():
-            left = until - world.monotonic()
+            left = until - machine.monotonic()
             if left <= 0:
                 return False
             if self._threaded:
@@ -152,14 +152,14 @@ class WatchNode:
         self.endpoints = {address: WatchEndpoint(party, address) for address in servers}
         for endpoint in self.endpoints.values():
             endpoint.advice = dialer.names.advice
-            endpoint.dial(world.monotonic())
+            endpoint.dial(machine.monotonic())
 
     def turn(self, ready: Collection[int] | None = None) -> list[Any]:
         self._flush()
-        now = world.monotonic()
+        now = machine.monotonic()
         for conn, frame in self._dialer.receive(ready):
             self.endpoints[conn[0]].receive(conn[1], frame, now)
-            if world.monotonic() - now > RECEIVE_TIME:
+            if machine.monotonic() - now > RECEIVE_TIME:
                 break
         for conn, error in self._dialer.refusals(ready):
             self.endpoints[conn[0]].refused = error
@@ -179,10 +179,10 @@ class WatchNode:
         if self._dialer.pending:
             return 0.0
         due = [at for endpoint in self.endpoints.values() if (at := endpoint.timers.next()) is not None]
-        return max(min(due) - world.monotonic(), 0.0) if due else None
+        return max(min(due) - machine.monotonic(), 0.0) if due else None
 
     def _flush(self) -> None:
-        now = world.monotonic()
+        now = machine.monotonic()
         for name, endpoint in self.endpoints.items():
             for address, frame in endpoint.to_send(now):
                 try:

@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future
 from typing import TypeVar
 
 from kvproto.errors import KvprotoError
-from kvproto.rank.world import world
+from kvproto.rank.machine import machine
 
 T = TypeVar("T")
 _TURN = 0.01
@@ -28,7 +28,7 @@ class Background:
     def defer(self, work: Callable[[], T], then: Callable[[T | KvprotoError], None]) -> None:
         """Do `work` in the thread; a later `turn` calls `then` with its result, or the KvprotoError that it raised."""
         if self._thread is None:
-            self._thread = world.executor()
+            self._thread = machine.executor()
         self._thread.submit(work).add_done_callback(lambda done: self._over(done, then))
 
     def _over(self, done: Future[T], then: Callable[[T | KvprotoError], None]) -> None:
@@ -47,10 +47,10 @@ class Background:
         """Pass on results, for a limited time; raises the work's exception, unless that is a KvprotoError."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-        until = world.monotonic() + _TURN
+        until = machine.monotonic() + _TURN
         while self.results:
             self.results.popleft()()
-            if self.results and world.monotonic() > until:
+            if self.results and machine.monotonic() > until:
                 os.eventfd_write(self._bell, 1)  # the next turn passes on the rest
                 return
 

@@ -24,8 +24,8 @@ from kvproto.planning.kinds import TOKENS
 from kvproto.prompt import Prompt, Ticket, check_name
 from kvproto.rank.driver import Driver, Node
 from kvproto.rank.handles import Handle, LentPool, Withdrawal
+from kvproto.rank.machine import machine
 from kvproto.rank.pool import Pool
-from kvproto.rank.world import world
 from kvproto.session import Party, new_incarnation
 from kvproto.session.records import Counters
 from kvproto.transport.base import Transport
@@ -44,7 +44,7 @@ def party_of(name: str, pool: Pool) -> Party:
     check_type("name", name, str, "the engine's name, a str")
     check_type("pool", pool, Pool, "a kvproto.Pool")
     check_name("name", name)
-    return Party(name, pool.geometry.replica, pool.rank, new_incarnation(world.time(), world.randbelow(1 << 20)))
+    return Party(name, pool.geometry.replica, pool.rank, new_incarnation(machine.time(), machine.randbelow(1 << 20)))
 
 
 def options_of(options: Any) -> Options:
@@ -272,9 +272,9 @@ class EngineRank(Closing):
         if self.options.thread:
             ended.wait(timeout)
             return
-        until = None if timeout is None else world.monotonic() + timeout
+        until = None if timeout is None else machine.monotonic() + timeout
         while not ended.is_set():
-            left = 1.0 if until is None else until - world.monotonic()
+            left = 1.0 if until is None else until - machine.monotonic()
             if left < 0:
                 return
             self._driver.step(min(left, 1.0))
@@ -302,7 +302,7 @@ class EngineRank(Closing):
         role = type(self).__name__.lower()
         base = dict(zip(BASE, (self.name, *map(str, place), role), strict=True))
         feed = self.options.feed
-        counts = Counts(world.monotonic) if self.options.metrics or feed is not None else None
+        counts = Counts(machine.monotonic) if self.options.metrics or feed is not None else None
         path = str(feed).replace("{rank}", str(self.pool.rank)).replace("{role}", role)
         opened = FeedServer(path, self.metrics) if feed is not None else None
         return Observer(base, lambda: starmap(partial(sample, base), self._gauges()), counts, opened)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Generator, Iterable
 
 from kvproto.copying.execute import PageSums, page_sums
 from kvproto.copying.program import CopyProgram
+from kvproto.rank.machine import machine
 from kvproto.rank.registration import PeerMapping
-from kvproto.rank.world import world
 from kvproto.transport.base import Regions, Transport
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Checksum, Group
@@ -18,7 +18,7 @@ SUM_TIME = 0.01
 
 def session_id() -> int:
     """Make a session id that cannot be guessed: 64 random bits, but not 0 (KVP-SES-GUESS)."""
-    return world.randbelow((1 << 64) - 1) + 1
+    return machine.randbelow((1 << 64) - 1) + 1
 
 
 class Sums:
@@ -34,11 +34,11 @@ class Sums:
         """The checksums of the current part, once it has been started."""
 
     def advance(self, until: float) -> bool:
-        """Compute parts until a time of `world.monotonic`, the last begun alone; returns whether all are computed."""
+        """Compute parts until a time of `machine.monotonic`, the last begun alone; returns whether all are computed."""
         while self._part is not None:
             if self._begun is None:
                 self._begun = self._transport.begin_checksums(self._part, self._memories, self._sink)
-            if world.monotonic() >= until:
+            if machine.monotonic() >= until:
                 return False
             for group, value in self._begun().items():
                 self.by_group[group] = self.by_group.get(group, 0) + value & (1 << 64) - 1
@@ -62,8 +62,8 @@ class PageSumming:
         """The sums by group id, once all are computed."""
 
     def advance(self, until: float) -> bool:
-        """Compute sums until `until`, a time of `world.monotonic`; returns whether all are computed."""
-        while self.by_group is None and world.monotonic() < until:
+        """Compute sums until `until`, a time of `machine.monotonic`; returns whether all are computed."""
+        while self.by_group is None and machine.monotonic() < until:
             try:
                 next(self._steps)
             except StopIteration as done:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from kvproto.errors import DeviceFault, KvprotoError, LocalError
-from kvproto.rank.world import world
+from kvproto.rank.machine import machine
 from kvproto.session import limits
 from kvproto.wire.enums import ErrorCode
 
@@ -117,7 +117,7 @@ class Driver:
                     wait = self._turn()
                 finally:
                     self._lock.release()
-                rested = wait is None or world.monotonic() + wait >= self._asleep_until
+                rested = wait is None or machine.monotonic() + wait >= self._asleep_until
         finally:
             if self._thread is None or not rested or self._later:
                 self._ring()
@@ -160,7 +160,7 @@ class Driver:
             advice = "pass Options(thread=False)"
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "step", "no I/O thread", f"{self._name} has one", advice)
         self.stepped = True
-        planned = None if self._due is None else max(self._due - world.monotonic(), 0.0)
+        planned = None if self._due is None else max(self._due - machine.monotonic(), 0.0)
         self._rest(timeout if planned is None else min(timeout, planned), planned)
         with self._lock:
             self._turn()
@@ -244,7 +244,7 @@ class Driver:
             if filenos is not self._watched:
                 self._watch(filenos)
             wait = self._node.timeout()
-            self._due = None if wait is None else world.monotonic() + wait if wait else 0.0
+            self._due = None if wait is None else machine.monotonic() + wait if wait else 0.0
             return wait
         except BaseException as error:
             self._fail(error.error if isinstance(error, DeviceFault) else error)
@@ -274,7 +274,7 @@ class Driver:
                     wait = self._turn()
                     nap = limits.RESEND / 2  # so that a post which only sets a timer to resend need not wake it
                     nap = nap if wait is None else min(wait, nap)
-                    self._asleep_until = world.monotonic() + nap
+                    self._asleep_until = machine.monotonic() + nap
                 self._call_back()
                 if self.closed:  # by a callback: the descriptors are gone
                     return
@@ -301,7 +301,7 @@ class Driver:
         if self._inbox or self._later:
             seconds = 0.0
         if 0 < seconds < _TICK:  # epoll counts whole milliseconds
-            world.sleep(seconds)
+            machine.sleep(seconds)
             seconds = 0.0
         self._ready = [fd for fd, _ in self._epoll.poll(min(seconds, _LONGEST))]
         if self._bell in self._ready:  # checked first, as each system call may cost the interpreter lock

@@ -12,7 +12,7 @@ import attrs
 
 from kvproto.errors import KvprotoError, LocalError, check_type, listed
 from kvproto.events import PoolFree
-from kvproto.rank.world import world
+from kvproto.rank.machine import machine
 from kvproto.wire.enums import ErrorCode
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ class Handle(Generic[Result]):
 
     def __init__(self, rank: EngineRank) -> None:
         self._rank = rank
-        self.began = world.monotonic()
-        """The time at which the operation was requested, in seconds of `world.monotonic`."""
+        self.began = machine.monotonic()
+        """The time at which the operation was requested, in seconds of `machine.monotonic`."""
         self._ended = threading.Event()
         self._callbacks: list[Callable[[Any], object]] = []
         self._result: Result | None = None

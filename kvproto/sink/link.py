@@ -12,8 +12,8 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError,
 from kvproto.events import Connected, Event, Refused
 from kvproto.planning.kinds import TOKENS, axis_of
 from kvproto.rank.background import Background
+from kvproto.rank.machine import machine
 from kvproto.rank.pool import Pool
-from kvproto.rank.world import world
 from kvproto.session import Party, SinkEndpoint, limits
 from kvproto.session.descriptions import Described
 from kvproto.session.records import SinkAttempt, SinkTransfer
@@ -90,7 +90,7 @@ class SourceLink:
         self.endpoint.plans.defer = prepared(context.background, lambda: self._pools.current, self.needs_turn)
         self._puller = Puller(self.endpoint, context.readers)
         self._pools = RegisteredPools(self.endpoint, context, lent)
-        self.endpoint.dial(world.monotonic())
+        self.endpoint.dial(machine.monotonic())
 
     # calls of the engine
 
@@ -99,7 +99,9 @@ class SourceLink:
         fetch.link = self
         self._fetches[fetch] = self._waiting[fetch] = None
         if fetch.seconds is not None and fetch.deadline is None:
-            fetch.deadline = self._context.timers.at(world.monotonic() + fetch.seconds, partial(_check_accepted, fetch))
+            fetch.deadline = self._context.timers.at(
+                machine.monotonic() + fetch.seconds, partial(_check_accepted, fetch)
+            )
         self._request()
         if fetch.transfer is None:  # otherwise its Transfer waits to be sent, which asks for a turn
             self.needs_turn()
@@ -123,9 +125,9 @@ class SourceLink:
         try:
             streams = self.endpoint.streamed(transfer) if fetch.whole else {}
             unpackers = fetch.registered.unpackers(streams, fetch.grants)
-            self.endpoint.grant(transfer, fetch.grants, world.monotonic(), unpackers)
+            self.endpoint.grant(transfer, fetch.grants, machine.monotonic(), unpackers)
         except KvprotoError as error:
-            self.endpoint.abort(transfer, error, world.monotonic())
+            self.endpoint.abort(transfer, error, machine.monotonic())
 
     def abort(self, fetch: Fetch, error: KvprotoError) -> None:
         """Stop a fetch; it is lost with this error."""
@@ -134,7 +136,7 @@ class SourceLink:
         if fetch.transfer is None:
             self._lose(fetch, error)
         elif fetch.transfer in self.endpoint.transfers:
-            self.endpoint.abort(fetch.transfer, error, world.monotonic())
+            self.endpoint.abort(fetch.transfer, error, machine.monotonic())
             self.needs_turn()
         elif not self._context.verification.stop(fetch, error):
             self._lose(fetch, error, proven=False)
@@ -269,7 +271,7 @@ class SourceLink:
         self._closed = True
         self._puller.close()
         self.endpoint.goodbye(reason)
-        self._flush(world.monotonic())
+        self._flush(machine.monotonic())
 
     def give_up_late(self, fetch: Fetch, now: float) -> None:
         """Give up a fetch past its deadline, long after if the source has accepted it (KVP-TRN-ENDLESS)."""
@@ -307,7 +309,7 @@ class SourceLink:
                 asked = fetch.asked if bare else fetch.grants
                 unpackers = registered.unpackers(self.endpoint.streamed(), asked, bare)
                 told = bytes(fetch.ticket.key), fetch.content, dict(asked)
-                transfer = self.endpoint.transfer(*told, world.monotonic(), unpackers, fetch)
+                transfer = self.endpoint.transfer(*told, machine.monotonic(), unpackers, fetch)
             except KvprotoError as error:
                 self._lose(fetch, error.kept())
                 continue
@@ -457,7 +459,7 @@ class RegisteredPools:
         """Register a pool under the current plan; fetches under way end under the earlier one."""
         self.withdraw(at_once=False)
         self.pool, self.current = lent.pool, RegisteredPool(self._endpoint, lent, self._context.transports)
-        self._endpoint.expose(self.current.exposed, world.monotonic(), lent.pool.layout.geometry)
+        self._endpoint.expose(self.current.exposed, machine.monotonic(), lent.pool.layout.geometry)
 
     def planned(self) -> None:
         """Register the pool again if it was registered under a plan that has been replaced."""
@@ -472,7 +474,7 @@ class RegisteredPools:
         current, self.current = self.current, None
         if current is not None:
             self._former.append(current)
-            self._endpoint.give_back(current.exposed, at_once, world.monotonic())
+            self._endpoint.give_back(current.exposed, at_once, machine.monotonic())
 
     def holders(self, lent: LentSinkPool) -> list[str]:
         """Parties that may still read or write a pool, for display."""

@@ -14,9 +14,9 @@ from kvproto.net import RECEIVE_TIME, Dialer
 from kvproto.options import Options
 from kvproto.rank.background import Background
 from kvproto.rank.handles import free_pools
+from kvproto.rank.machine import machine
 from kvproto.rank.pool import Pool
 from kvproto.rank.registration import features_of
-from kvproto.rank.world import world
 from kvproto.session import Party
 from kvproto.session.records import Counters
 from kvproto.session.sink import SinkSession
@@ -264,7 +264,7 @@ class SinkNode:
 
     def turn(self, ready: Collection[int] | None = None) -> list[Event]:
         """Receive, read and answer; return events. `ready` holds readable descriptors (None: look at all)."""
-        context, now = self._context, world.monotonic()
+        context, now = self._context, machine.monotonic()
         if context.background.results:
             context.background.turn()
         for fd in ready or ():
@@ -315,7 +315,7 @@ class SinkNode:
         for (link, address), frame in self._dialer.receive(ready):
             link.endpoint.receive(address, frame, now)
             self._awake[link] = None
-            if world.monotonic() - now > RECEIVE_TIME:
+            if machine.monotonic() - now > RECEIVE_TIME:
                 break
         for (link, address), error in self._dialer.refusals(ready):
             link.refuse(address, error, by_us=error.code != ErrorCode.NOT_ALLOWED)
@@ -345,7 +345,7 @@ class SinkNode:
         for session, process in link.endpoint.writers().items():
             if (link, session) in self._writers:
                 continue
-            writer = self._writers[link, session] = _Writer(link, session, world.watch(process))
+            writer = self._writers[link, session] = _Writer(link, session, machine.watch(process))
             if writer.watch is None:
                 continue
             if (fd := writer.watch.fileno()) is None:  # it has ended before
@@ -390,7 +390,7 @@ class SinkNode:
             if (seconds := link.poll_interval) is not None:
                 intervals.append(seconds)
         if (deadline := self._context.timers.next()) is not None:
-            intervals.append(max(deadline - world.monotonic(), 0.0))
+            intervals.append(max(deadline - machine.monotonic(), 0.0))
         return min(intervals, default=None)
 
     def _all(self) -> list[SourceLink]:

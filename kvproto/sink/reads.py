@@ -8,9 +8,9 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.errors import KvprotoError
 from kvproto.planning.plan import Route
+from kvproto.rank.machine import machine
 from kvproto.rank.pool import Pool
 from kvproto.rank.registration import PeerMapping, map_peer
-from kvproto.rank.world import world
 from kvproto.session import SinkEndpoint
 from kvproto.session.descriptions import Described
 from kvproto.session.records import SinkAttempt
@@ -77,10 +77,10 @@ class Puller:
             owned = attestation_of(session, Access.READ)
             peer = map_peer(register, described, self._transports, pair, own, owned, writes=False)
         except KvprotoError as error:
-            self._endpoint.refuse_register(session, error.kept(), world.monotonic())
+            self._endpoint.refuse_register(session, error.kept(), machine.monotonic())
             return
         self._peers[session, register.epoch] = peer
-        self._endpoint.accept_register(session, peer.transport.capabilities.code, world.monotonic())
+        self._endpoint.accept_register(session, peer.transport.capabilities.code, machine.monotonic())
 
     def offered(self, attempt: SinkAttempt, sinks: dict[int, Window], into: Pool, routes: tuple[Route, ...]) -> None:
         """Read an offer as soon as possible, by these routes; `sinks` are this side's windows by group id."""
@@ -100,12 +100,12 @@ class Puller:
                 peer.connection.close()
             if key in self.unmapping:
                 self.unmapping.discard(key)
-                self._endpoint.unmapped(*key, world.monotonic())
+                self._endpoint.unmapped(*key, machine.monotonic())
         return len(self._pulls) < before
 
     def _begin(self, pull: _Pull) -> bool:
         """Start a copy if it may begin; whether it has already ended."""
-        attempt, now = pull.attempt, world.monotonic()
+        attempt, now = pull.attempt, machine.monotonic()
         if not self._endpoint.wanted(attempt):
             return True
         try:
@@ -141,19 +141,19 @@ class Puller:
                 pull.error, done = error.kept(), False
             if done:
                 # the time is taken after the copy: what was read after the lease ended cannot be used
-                self._endpoint.read(pull.attempt, pull.copying.bytes, world.monotonic())
+                self._endpoint.read(pull.attempt, pull.copying.bytes, machine.monotonic())
             if done or pull.error is None:
                 return done
         proof = pull.copying.stop()
         if proof is not None:
-            self._endpoint.unread(pull.attempt, pull.error, world.monotonic(), proof)
+            self._endpoint.unread(pull.attempt, pull.error, machine.monotonic(), proof)
         return proof is not None
 
     def close(self) -> None:
         """Stop reading, then unmap."""
         for pull in self._pulls:
             while pull.copying is not None and pull.copying.stop() is None:
-                world.sleep(_POLL)
+                machine.sleep(_POLL)
         self._pulls.clear()
         for peer in self._peers.values():
             peer.connection.close()

@@ -11,9 +11,9 @@ from kvproto.options import Options
 from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import EngineRank, check_request, ends_of, options_of, party_of, transports_of
 from kvproto.rank.handles import Handle, Withdrawal
+from kvproto.rank.machine import machine
 from kvproto.rank.page_tables import PageTables, grants_of
 from kvproto.rank.pool import Pool
-from kvproto.rank.world import world
 from kvproto.sink.fetch import Fetch
 from kvproto.sink.node import UNCONNECTED, SinkNode
 from kvproto.wire.enums import ErrorCode
@@ -275,7 +275,7 @@ def _replica(source: Any) -> tuple[str, int]:
 
 def dialer_of(options: Options) -> Dialer:
     """A dialer that connects to sources, with the keys of the options."""
-    return world.dialer(options.insecure, read_keys(options.keys) if options.keys is not None else None)
+    return machine.dialer(options.insecure, read_keys(options.keys) if options.keys is not None else None)
 
 
 def check_seed(path: str, seed: Seed, options: Options) -> bytes | None:

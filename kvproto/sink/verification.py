@@ -9,7 +9,7 @@ import attrs
 from kvproto.errors import KvprotoError
 from kvproto.events import Arrived, Lost
 from kvproto.rank.checksums import BEGUN, SUM_TIME, PageSumming, Sums
-from kvproto.rank.world import world
+from kvproto.rank.machine import machine
 from kvproto.sink.fetch import Fetch
 from kvproto.sink.registered_pool import RegisteredPool, begins_stated
 from kvproto.wire.enums import Outcome
@@ -105,7 +105,7 @@ class Verification:
         for arrival in islice(self.waiting, BEGUN if len(self.waiting) > 1 else 0):
             for sums in arrival.sums:
                 sums.advance(0.0)
-        until = world.monotonic() + SUM_TIME  # after the others were begun, so that each turn gets on with the first
+        until = machine.monotonic() + SUM_TIME  # after the others were begun, so that each turn gets on with the first
         while self.waiting and self.waiting[0].advance(until):
             arrival = self.waiting.popleft()
             arrival.link.verified(arrival)

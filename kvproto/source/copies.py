@@ -7,7 +7,7 @@ import attrs
 from kvproto.copying.streams import Piece
 from kvproto.errors import KvprotoError
 from kvproto.rank.handles import LentPool
-from kvproto.rank.world import world
+from kvproto.rank.machine import machine
 from kvproto.source.progress import CopyStep
 from kvproto.source.schedule import Send
 from kvproto.transport.base import Copying, Memory, Move
@@ -88,10 +88,10 @@ class Copies:
 
     def advance(self) -> list[Send]:
         """Note which copies are complete and stop those that nobody wants; return the sends of copies that ended."""
-        ended, until, copies = [], world.monotonic() + _TURN, self.under_way
+        ended, until, copies = [], machine.monotonic() + _TURN, self.under_way
         self._behind = False
         for n, copy in enumerate(copies):
-            if n and world.monotonic() > until:
+            if n and machine.monotonic() > until:
                 self.under_way, self._behind = [*copies[n:], *copies[:n]], True
                 break
             proof = Proof.PROVEN if copy.stopping is None and self._complete(copy) else None

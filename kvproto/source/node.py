@@ -12,9 +12,9 @@ from kvproto.planning.kinds import NO_AXES
 from kvproto.rank.background import Background
 from kvproto.rank.checksums import BEGUN, SUM_TIME, Checksums, session_id
 from kvproto.rank.handles import free_pools
+from kvproto.rank.machine import machine
 from kvproto.rank.pool import Pool
 from kvproto.rank.registration import features_of
-from kvproto.rank.world import world
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.descriptions import Described
 from kvproto.session.records import Answer, Counters, SourceAttempt
@@ -53,7 +53,7 @@ class SourceNode:
         self.transports = tuple(transports) or (default(pool.memories),)
         features = features_of(self.transports, options)
         self.endpoint = SourceEndpoint(
-            self, party, pool.layout.geometry, dict(endpoints), features, session_id, world.process(), listener.admit
+            self, party, pool.layout.geometry, dict(endpoints), features, session_id, machine.process(), listener.admit
         )
         self.tickets = self.endpoint.tickets
         if options.ticket_wait is not None:
@@ -89,7 +89,7 @@ class SourceNode:
     def expect(self, request: Request, content: bytes, tokens: int | None, axes: Mapping[str, int] = NO_AXES) -> None:
         """Accept a request, by the digest of its prompt and the lengths of the prompt and of its other axes."""
         self.requests[request] = self._changed[request] = None
-        request.state = self.tickets.expect(request.ticket, request, content, world.monotonic(), tokens, axes)
+        request.state = self.tickets.expect(request.ticket, request, content, machine.monotonic(), tokens, axes)
 
     def computed(self, request: Request, computed: Computed) -> None:
         """Note computed rows, which the next turn copies to the sinks that ask for them, each row once.
@@ -99,7 +99,7 @@ class SourceNode:
         """
         if request.state is not None and request.over is None:
             request.prefill.add(computed)
-            self.tickets.hold(request.state, request.prefill.since, world.monotonic())
+            self.tickets.hold(request.state, request.prefill.since, machine.monotonic())
             self._changed[request] = None
 
     def finish(self, request: Request, finished: Finished) -> None:
@@ -107,7 +107,7 @@ class SourceNode:
         if request.state is not None and request.over is None:
             request.prefill.finish(finished)
             self._changed[request] = None
-            self.tickets.hold(request.state, finished.since, world.monotonic())
+            self.tickets.hold(request.state, finished.since, machine.monotonic())
             self.tickets.finish(request.state)
 
     def guard(self, finished: Finished, axes: Mapping[str, int]) -> GuardedPages:
@@ -122,7 +122,7 @@ class SourceNode:
         Copies of what was finished before go on, but streams, which wait for their sink, are stopped. The request ends
         once nothing reads its items: no copy, and no sink under a lease.
         """
-        state, now = request.state, world.monotonic()
+        state, now = request.state, machine.monotonic()
         if state is None or request.over is not None:
             return
         self.tickets.refuse(state, error, now)
@@ -166,7 +166,7 @@ class SourceNode:
     def wake(self, pool: Pool, epoch: int, endpoints: Mapping[int, str]) -> None:
         """Serve requests from another pool; `endpoints` as in `__init__`, for a geometry that differs."""
         if pool.layout.geometry != self.endpoint.geometry:
-            self.endpoint.restate(pool.layout.geometry, endpoints, world.monotonic())
+            self.endpoint.restate(pool.layout.geometry, endpoints, machine.monotonic())
         self.pool, self.epoch, self._copies.memories = pool, epoch, pool.memories
         self.memory.wake(pool, self.epoch)
 
@@ -220,7 +220,7 @@ class SourceNode:
         if send is None or send.program is None or send.request not in self.requests:  # its engine has forgotten it
             return
         if count == send.program.bytes:
-            self._report_sent(send, world.monotonic() - send.offered_at, count)
+            self._report_sent(send, machine.monotonic() - send.offered_at, count)
 
     def _end(self, request: Request, over: Over) -> None:
         if request.over is None:
@@ -236,12 +236,12 @@ class SourceNode:
                 self._bells[fd].acknowledge()
         if self._copies.under_way:  # a sink may be waiting for its end
             self._complete()
-        now = world.monotonic()
+        now = machine.monotonic()
         if self._listener.renew(now):
             self.endpoint.readmit()
         for conn, frame in self._listener.receive(ready):
             self.endpoint.receive(conn, frame, now)
-            if world.monotonic() - now > RECEIVE_TIME:  # the next turn receives the rest, once this has answered
+            if machine.monotonic() - now > RECEIVE_TIME:  # the next turn receives the rest, once this has answered
                 break
         if self._background.results:
             self._background.turn()
@@ -282,12 +282,12 @@ class SourceNode:
         interval, deadline = self._copies.poll_interval(), self.endpoint.timers.next()
         if deadline is None:
             return interval
-        seconds = max(deadline - world.monotonic(), 0.0)
+        seconds = max(deadline - machine.monotonic(), 0.0)
         return seconds if interval is None else min(seconds, interval)
 
     def _end_requests(self) -> None:
         """End the requests that wait for it and whose items no copy and no sink reads any more."""
-        now = world.monotonic()
+        now = machine.monotonic()
         for request in list(self._ending):
             if not request.sends and (request.over is not None or not request.lent(now)):
                 del self._ending[request]
@@ -302,7 +302,7 @@ class SourceNode:
     def _flush(self) -> None:
         endpoint = self.endpoint
         if endpoint.out or endpoint.tickets.touched:
-            for conn, frame in endpoint.to_send(world.monotonic()):
+            for conn, frame in endpoint.to_send(machine.monotonic()):
                 self._listener.send(conn, frame)
 
     # copies
@@ -334,7 +334,7 @@ class SourceNode:
                     continue
                 steps = self._scheduler.steps(send)
                 if send.useful:
-                    self.endpoint.progress(send.attempt, send.useful, world.monotonic())
+                    self.endpoint.progress(send.attempt, send.useful, machine.monotonic())
                 if steps:
                     transport = send.peer.transport
                     batch = id(transport if transport.capabilities.batches else send)
@@ -347,7 +347,7 @@ class SourceNode:
         if copying is None:
             self._retry += [send.request for send, _ in batch if send.failure is None]
             return
-        now = world.monotonic()
+        now = machine.monotonic()
         for send, steps in batch:
             finished = send.prefill.finished
             if finished is not None and send.attempt.whole:
@@ -365,7 +365,7 @@ class SourceNode:
         rows, finished = self._scheduler.stream_rows(send), send.prefill.finished
         if rows is not None:
             if finished is not None:
-                send.last = LastPart(world.monotonic(), send.stream.left, finished.handoffs(send.peer.pair))
+                send.last = LastPart(machine.monotonic(), send.stream.left, finished.handoffs(send.peer.pair))
             send.stream.mark_ready(rows.layers, rows.after)
         elif send.failure is not None:
             self._copies.stop(send, send.failure)
@@ -383,7 +383,7 @@ class SourceNode:
             return
         for send in over[1:BEGUN]:
             self._summed(send, 0.0)
-        until = world.monotonic() + SUM_TIME
+        until = machine.monotonic() + SUM_TIME
         for send in over:
             if self._summed(send, until) and self._unchanged(send, until):
                 send.request.sends.remove(send)
@@ -417,7 +417,7 @@ class SourceNode:
     def _answer(self, send: Send) -> None:
         """Send Done, Offer or Failed, now that no copy of the send is under way."""
         attempt, program, last, finished = send.attempt, send.program, send.last, send.prefill.finished
-        now, attempt.send = world.monotonic(), None
+        now, attempt.send = machine.monotonic(), None
         error = send.failure or send.unwanted()
         if error or not (finished and program and last and send.sums):
             self.endpoint.failed(attempt, error or OVER, now, send.proof)

@@ -14,8 +14,8 @@ from kvproto.errors import RemoteError
 from kvproto.planning.kinds import KINDS, length_of
 from kvproto.planning.plan import plan
 from kvproto.rank.checksums import PageSumming, Sums
+from kvproto.rank.machine import machine
 from kvproto.rank.pool import Pool
-from kvproto.rank.world import world
 from kvproto.source.prefill import Finished, offered
 from kvproto.source.schedule import NO_ROWS
 from kvproto.transport.base import Move, Transport
@@ -49,7 +49,7 @@ class PageGuard:
         if finished.events:
             written = self._transport.start([Move(NO_ROWS, self.pool.memories, {}, after=finished.events)])
             while not written.done:
-                world.sleep(_POLL)
+                machine.sleep(_POLL)
         sums = Sums(self._pair.lower(held, held), self._transport, self.pool.memories, sink=False)
         return GuardedPages(self.pool, sums, finished)
 
@@ -96,7 +96,7 @@ class PageCheck:
     """The pages that have changed."""
 
     def advance(self, until: float) -> bool:
-        """Sum rows until `until`, a time of `world.monotonic`; returns whether all are compared."""
+        """Sum rows until `until`, a time of `machine.monotonic`; returns whether all are compared."""
         if not self._summing.advance(until):
             return False
         self.error = self.error or self._pages.changed(self._summing.by_group or {})

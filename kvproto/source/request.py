@@ -15,9 +15,9 @@ from kvproto.planning.kinds import KINDS, NO_AXES
 from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import EngineRank
 from kvproto.rank.handles import Handle
+from kvproto.rank.machine import machine
 from kvproto.rank.page_tables import PageRules, PageTables, RequestTables, Since
 from kvproto.rank.pool import Pool
-from kvproto.rank.world import world
 from kvproto.session.tickets import TicketState
 from kvproto.source.prefill import Computed, Finished, Prefill
 from kvproto.source.schedule import Send
@@ -43,7 +43,7 @@ class Request(Handle[Over]):
         self._calls, self.pool = calls, rank.pool
         self.ticket, self.prompt, self._length = ticket, prompt, len(prompt)
         self.computed_at: float | None = None
-        """The time at which `finish` was called, in seconds of `world.monotonic`."""
+        """The time at which `finish` was called, in seconds of `machine.monotonic`."""
         self._finished = False
         self._tables = RequestTables(self.pool.page_rules)
         """The page table so far, as the engine has stated it."""
@@ -139,7 +139,7 @@ class Request(Handle[Over]):
         outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
         self._check_open("finish")
         self._tables.record(stated)
-        self._finished, self.computed_at = True, world.monotonic()
+        self._finished, self.computed_at = True, machine.monotonic()
         prefilled = Finished(stated.items, end, outcome, data, after, stated.since)
         if self._rank.options.debug_pages:  # before the engine goes on and can change them
             axes, ask = self.prompt.axes, self._rank._driver.between_turns

@@ -37,7 +37,7 @@ class LastPart:
     """Figures and hand-off data to report once the last bytes of a transfer are copied."""
 
     began: float
-    """The time at which the last part was handed over, in seconds of `world.monotonic`."""
+    """The time at which the last part was handed over, in seconds of `machine.monotonic`."""
     left: int
     """Bytes that were not copied when prefill was over."""
     handoff: tuple[HandOff, ...]

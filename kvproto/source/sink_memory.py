@@ -6,9 +6,9 @@ from functools import partial
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.rank.machine import machine
 from kvproto.rank.pool import Pool
 from kvproto.rank.registration import PeerMapping, map_peer, register
-from kvproto.rank.world import world
 from kvproto.session import SourceEndpoint
 from kvproto.session.descriptions import Described
 from kvproto.session.registering import attestation_of
@@ -91,7 +91,7 @@ class SinkMemory:
     def _watch(self) -> None:
         """Check from time to time whether the processes of sinks have ended, if any of them is on this host."""
         if self._check_timer is None and any(peer.connection.ended is not None for peer in self._mapped.values()):
-            self._check_timer = self._endpoint.timers.at(world.monotonic() + _CHECK_INTERVAL, self._check_processes)
+            self._check_timer = self._endpoint.timers.at(machine.monotonic() + _CHECK_INTERVAL, self._check_processes)
 
     def _check_processes(self, now: float) -> None:
         self._check_timer = None
@@ -132,11 +132,11 @@ class SinkMemory:
     def _register(self, session: SourceSession, regions: tuple[Region, ...]) -> None:
         """Register this rank's memory with a sink, for it to read."""
         columns = tuple(self._pool.layout.columns.values())
-        session.owner.register(self._epoch, self._epoch, regions, columns, world.monotonic())
+        session.owner.register(self._epoch, self._epoch, regions, columns, machine.monotonic())
 
     def sleep(self) -> None:
         """Take back at once the memory that sinks read; end the sessions of sinks that cannot return it."""
-        self.asleep, now = True, world.monotonic()
+        self.asleep, now = True, machine.monotonic()
         for session in list(self._endpoint.sessions.values()):
             if not session.open or not session.pulls:
                 continue
@@ -165,7 +165,7 @@ class SinkMemory:
 
     def holders(self, epoch: int) -> list[str]:
         """The names of sinks that may still read a pool that was taken back, for display."""
-        names, now = [], world.monotonic()
+        names, now = [], machine.monotonic()
         for session in [reader for reader in self._endpoint.sessions.values() if reader.pulls]:
             held = any(owned.memory == epoch for owned in session.owner.epochs.values())
             if held and (session.open or any(attempt.lent(now) for attempt in session.attempts.values())):

@@ -14,8 +14,8 @@ from kvproto.options import Options
 from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import EngineRank, check_request, options_of, party_of, transports_of
 from kvproto.rank.handles import Handle
+from kvproto.rank.machine import machine
 from kvproto.rank.pool import Pool
-from kvproto.rank.world import world
 from kvproto.session.catalogue import Catalogue, Changes
 from kvproto.source.node import SourceNode
 from kvproto.source.request import Request
@@ -115,7 +115,7 @@ class Source(EngineRank):
 
     def _take(self, request: Request, ticket: Ticket) -> None:
         """Add a request; raises LocalError(TICKET_USED) while its ticket's first use is not past its deadline."""
-        key, now = bytes(ticket.key), world.monotonic()
+        key, now = bytes(ticket.key), machine.monotonic()
         with self._handles_lock:
             if key in self._requests or self._node.tickets.used(key, now):
                 advice = "make a new ticket for each try of a request"
@@ -179,6 +179,6 @@ def _check_dialled(name: str, address: str, options: Options) -> None:
 def _listener(address: str, options: Options) -> Listener:
     """A listener at `address`, with the keys and the allow-list of the options if the address needs them."""
     if options.keys is None or not encrypted(address):
-        return world.listener(address, options.insecure)
+        return machine.listener(address, options.insecure)
     keys, allow = read_keys(options.keys), options.allow or Path(options.keys) / "allow.toml"
-    return world.listener(address, keys=keys, allow=AllowList(allow))
+    return machine.listener(address, keys=keys, allow=AllowList(allow))

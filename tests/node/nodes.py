@@ -29,8 +29,8 @@ from kvproto.events import Arrived, Connected, Lost, PagesFree
 from kvproto.net import Dialer
 from kvproto.planning.kinds import NO_AXES
 from kvproto.rank.base import party_of
+from kvproto.rank.machine import machine
 from kvproto.rank.page_tables import grants_of
-from kvproto.rank.world import world
 from kvproto.sink import Fetch
 from kvproto.sink.node import SinkNode
 from kvproto.source.node import SourceNode
@@ -311,7 +311,7 @@ def seen(node: SourceNode | SinkNode, see: Callable[[Any, bytes], bytes]) -> Non
 def ahead(monkeypatch: pytest.MonkeyPatch, seconds: float, *modules: ModuleType) -> None:
     """Let the clock of a role be ahead; of both without modules."""
     for module in modules or (*SINK, *SOURCE):
-        monkeypatch.setattr(module, "world", attrs.evolve(world, monotonic=lambda: time.monotonic() + seconds))
+        monkeypatch.setattr(module, "machine", attrs.evolve(machine, monotonic=lambda: time.monotonic() + seconds))
 
 
 def begin(

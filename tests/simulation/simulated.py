@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from kvproto.rank.world import world
+from kvproto.rank.machine import machine
 from kvproto.transport.process import Watch
 from kvproto.wire.messages import Process as ProcessName
 
@@ -281,18 +281,18 @@ class Simulation:
     @contextmanager
     def installed(self, listener: Callable[..., Any], dialer: Callable[..., Any]) -> Iterator[None]:
         """Let ranks run in this world."""
-        names = [field.name for field in type(world).__attrs_attrs__]
-        before = {name: getattr(world, name) for name in names}
-        world.monotonic, world.time = lambda: self._process().monotonic(), lambda: self._process().time()
-        world.sleep, world.randbelow = self._sleep, self._randbelow
-        world.executor = lambda: SimulatedExecutor(self._process())
-        world.listener, world.dialer = listener, dialer
-        world.process, world.watch = self._name, self._watch
+        names = [field.name for field in type(machine).__attrs_attrs__]
+        before = {name: getattr(machine, name) for name in names}
+        machine.monotonic, machine.time = lambda: self._process().monotonic(), lambda: self._process().time()
+        machine.sleep, machine.randbelow = self._sleep, self._randbelow
+        machine.executor = lambda: SimulatedExecutor(self._process())
+        machine.listener, machine.dialer = listener, dialer
+        machine.process, machine.watch = self._name, self._watch
         try:
             yield
         finally:
             for name, value in before.items():
-                setattr(world, name, value)
+                setattr(machine, name, value)
 
 
 _MOST = 100_000

@@ -6,7 +6,7 @@ ZeroMQ's own timers do not follow this clock.
 
 from __future__ import annotations
 
-from kvproto.rank.world import world
+from kvproto.rank.machine import machine
 
 __all__ = ["Clock"]
 
@@ -17,17 +17,17 @@ class Clock:
     def __init__(self, rate: float, behind: float) -> None:
         """`behind` is the seconds by which the wall clock differs, negative for one that has been set back."""
         self._rate, self._jumped, self._behind = rate, 0.0, behind
-        self._monotonic, self._wall = world.monotonic, world.time
+        self._monotonic, self._wall = machine.monotonic, machine.time
         self._began = self._monotonic()
-        world.monotonic, world.time = self.monotonic, self.wall
+        machine.monotonic, machine.time = self.monotonic, self.wall
 
     def monotonic(self) -> float:
-        """Replaces `world.monotonic`, and never goes back."""
+        """Replaces `machine.monotonic`, and never goes back."""
         now = self._monotonic()
         return now + (now - self._began) * (self._rate - 1) + self._jumped
 
     def wall(self) -> float:
-        """Replaces `world.time`."""
+        """Replaces `machine.time`."""
         return self._wall() + self._behind
 
     def jump(self, seconds: float) -> None:

@@ -13,7 +13,7 @@ from kvproto.wire.messages import Process
 
 
 @attrs.define
-class World:
+class Machine:
     """The real services; a simulation assigns others before it opens a Source or Sink."""
 
     sleep: Callable[[float], None] = time.sleep
@@ -31,4 +31,4 @@ class World:
     watch: Callable[[Process], Watch | None] = Watch.of
 
 
-world = World()
+machine = Machine()
