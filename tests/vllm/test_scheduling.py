@@ -381,7 +381,7 @@ def test_images_adapters_and_tenants_are_part_of_the_prompt(tmp_path: Path) -> N
     ways = [
         (None, [], None), (("law", one), [], None), (("tax", one), [], None), (("law", two), [], None),
         (("law", "a/hub"), [], None), (None, [("image", "x")], None), (None, [("image", "y")], None),
-        (None, [], "tenant"), (None, [], "other"), (("law", one), [("image", "x")], "tenant"),
+        (None, [], "tenant"), (None, [], "other"), (None, [], "\ud800"), (("law", "a\ud800"), [], None), (("law", one), [("image", "x")], "tenant"),
     ]  # fmt: skip
     for n, (lora, seen, salt) in enumerate(ways):
         asked = request(PREFILL, str(n))
