@@ -137,7 +137,7 @@ class Etcd:
         create = {"key": text(self.prefix), "range_end": text(end_of(self.prefix)), "start_revision": str(revision)}
         try:
             with self._open("watch", {"create_request": create}, _SILENCE) as changes:
-                for line in itertools.islice(iter(changes.readline, b""), 1, 2):  # the first line says that it watches
+                for line in itertools.islice(iter(lambda: changes.readline(_LARGEST), b""), 1, 2):  # the first line says that it watches
                     json.loads(line)
         except (OSError, ValueError, http.client.HTTPException):
             return

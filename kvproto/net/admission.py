@@ -222,6 +222,19 @@ def check_descriptors(count: int, path: str) -> None:
         raise LocalError(ErrorCode.INTERNAL, path, f"{count} descriptors", f"{left} of {most} left", advice)
 
 
+_OF_CONNECTION = 4
+"""Descriptors of a connection that a side dials, and of the events about it."""
+
+
+def check_share(connections: int) -> None:
+    """Raise LocalError(INTERNAL) unless one more connection with an engine leaves half of the descriptors to others."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most != resource.RLIM_INFINITY and (connections + 1) * _OF_CONNECTION * 2 > most:
+        mine = f"at most {most // _OF_CONNECTION // 2} connections with one engine, as {most} files may be open"
+        advice = "raise the limit of open files (ulimit -n), unless the engine has fewer ranks than it names"
+        raise LocalError(ErrorCode.INTERNAL, "address", mine, "one more", advice)
+
+
 _LOAD_SPAN = 1.0
 """Seconds over which time is added up."""
 _LOAD_PAUSE = 10.0

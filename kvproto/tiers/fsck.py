@@ -11,6 +11,8 @@ from kvproto.wire.messages import Manifest
 
 GRACE = 600.0
 """Seconds after which an object without a manifest is an orphan: before, its writer may still be at work."""
+_LONGEST = 1 << 32
+"""Most bytes of an object that is read: no page of tokens has more, but a sparse file may."""
 _TRIES = 3
 """The number of times that a page is checked: others may evict it meanwhile, and write it again."""
 
@@ -108,5 +110,7 @@ def _faults(store: Store, manifest: Manifest, verify: bool) -> Iterator[str]:
             yield f"group {component.group} is not there"
         elif size != component.length:
             yield f"group {component.group} has {size} bytes, not {component.length}"
+        elif size > _LONGEST:
+            yield f"group {component.group} has {size} bytes, more than any page"
         elif verify and sha256(store.get(key) or b"").digest() != component.digest:
             yield f"group {component.group} has other bytes"

@@ -25,9 +25,9 @@ from kvproto.tiers.manifest import (
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout
 from kvproto.tiers.relayout import RelayoutReader
-from kvproto.tiers.store import BatchStore, Store, get_manifest
+from kvproto.tiers.store import BatchStore, Store, get_exact, get_manifest
 from kvproto.wire import encode_struct
-from kvproto.wire.messages import Component, Manifest
+from kvproto.wire.messages import Manifest
 
 SPARE = 256 << 20
 """Most bytes of buffers that are kept for later."""
@@ -152,21 +152,12 @@ class PageStore:
         """The bytes of a page by group, None if any of them are wrong."""
         data: dict[int, Data] = {}
         for component in manifest.components:
-            stored = self._get(manifest, component, buffers)
-            if stored is None or len(stored) != component.length:
-                return None
-            if hashlib.sha256(stored).digest() != component.digest:
+            room = None if buffers is None else buffers[component.group]
+            stored = get_exact(self.store, object_key(manifest, component), component.length, room)
+            if stored is None or hashlib.sha256(stored).digest() != component.digest:
                 return None
             data[component.group] = stored
         return data
-
-    def _get(self, manifest: Manifest, component: Component, buffers: PageBuffers | None) -> Data | None:
-        """The bytes of an object; None, or another length, if they are wrong."""
-        key, get_into = object_key(manifest, component), getattr(self.store, "get_into", None)  # of an IntoStore
-        if buffers is None or get_into is None:
-            return self.store.get(key)
-        length = get_into(key, buffers[component.group])
-        return None if length != component.length else buffers[component.group]
 
     def _manifest(self, chain: Chain, i: int) -> Manifest | None:
         """Read the manifest of page i from the back end, where another process may have changed it."""

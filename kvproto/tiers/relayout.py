@@ -24,7 +24,7 @@ from kvproto.tiers.host_copies import as_pool
 from kvproto.tiers.manifest import ObjectReferences, manifest_key, names, object_key
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout, page_layout, single_rank
-from kvproto.tiers.store import Store, get_manifest
+from kvproto.tiers.store import Store, get_exact, get_manifest
 from kvproto.wire.enums import KeyForm, LengthRule
 from kvproto.wire.messages import Manifest
 
@@ -90,7 +90,7 @@ class RelayoutReader:
             engines: list[_WriterEngine] = []
             for key in sorted(self.store.keys("g")):
                 digest, _, page = key[2:].partition(".")
-                data = self.store.get(key)
+                data = get_manifest(self.store, key)
                 if digest == self.layout.geometry.hex() or data is None or hashlib.sha256(data).hexdigest() != digest:
                     continue
                 with suppress(KvprotoError, ValueError):
@@ -242,10 +242,10 @@ class _Cut:
             objects = bytearray()
             for manifest in manifests:
                 component = next((c for c in manifest.components if c.group == group), None)
-                data = None if component is None else self._reader.store.get(object_key(manifest, component))
-                if component is None or not data or len(data) != length:
+                if component is None or component.length != length:
                     return None
-                if hashlib.sha256(data).digest() != component.digest:
+                data = get_exact(self._reader.store, object_key(manifest, component), length)
+                if data is None or hashlib.sha256(data).digest() != component.digest:
                     return None
                 objects += data
             memory[group] = memoryview(objects)

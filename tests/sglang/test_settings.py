@@ -28,7 +28,7 @@ def test_a_fetch_waits_until_sglang_has_read_the_prompt(given: Any, seconds: flo
     assert Settings.read(PREFILL | {"options": given}, True).options.ticket_wait == seconds
 
 
-@pytest.mark.parametrize("text", ["", "{", "/nowhere/s.json"])
+@pytest.mark.parametrize("text", ["", "{", "/nowhere/s.json", "/dev/zero"])
 def test_no_settings_are_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(LocalError, match=VARIABLE):
