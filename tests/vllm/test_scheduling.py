@@ -414,3 +414,6 @@ def test_what_a_client_says_of_deadlines_does_not_outlast_the_setting(stated: in
     made, _ = arrived(PREFILL | {"ticket": write_ticket(new_ticket("me", 2, stated))})
     ticket, _ = step(made).requests["a"]
     assert ticket.deadline == 1000 * kept
+    made, asked = arrived({"do_remote_prefill": True, "ticket": write_ticket(new_ticket("other", 0, stated))})
+    made.allocated(asked, blocks([1, 2]), 4)
+    assert step(made).loads[0].ticket.deadline == 1000 * kept
