@@ -74,9 +74,9 @@ class Finder(Closing):
         """The share that each known engine holds of a prompt with these token ids, the longest first.
 
         `names` state what computes the pages, as KVP-TIER-NAMESPACE says (None: the engine's own). An engine may have
-        dropped a page since it announced it, and then computes it. Of a prompt with very many pages, only the first ones
-        are looked for: 131,072, or 1,048,576 at all ranks of an engine together. Raises LocalError(BUSY) if a turn takes longer than
-        5 seconds.
+        dropped a page since it announced it, and then computes it. Of very many pages, the first 131,072 are looked
+        for, or 1,048,576 at all ranks of an engine together. Raises LocalError(BUSY) if a turn takes longer than 5
+        seconds.
         """
         self._driver.check()
         space = None if names is None else namespace(names)

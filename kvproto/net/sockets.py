@@ -15,16 +15,7 @@ import zmq
 from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError, bad
 from kvproto.net import limits
 from kvproto.net.addresses import HostNames, check_address, encrypted, is_named, numbered
-from kvproto.net.admission import (
-    ClientLoad,
-    Connections,
-    Handshakes,
-    Socket,
-    check_descriptors,
-    check_share,
-    event_of,
-    events_of,
-)
+from kvproto.net.admission import ClientLoad, Connections, Handshakes, Socket, check_descriptors, event_of, events_of
 from kvproto.net.allow_list import AllowList
 from kvproto.net.keys import KeyPair
 from kvproto.net.libzmq import Inbox
@@ -338,8 +329,7 @@ class Dialer:
     def _connect(self, key: tuple[Any, ...], server: bytes | None) -> _Line:
         address = str(key[-1])
         check_address(address, self._keys is not None and server is not None, self._insecure)
-        check_descriptors(_SPARE, "address")
-        check_share(len(self._owned.get(key[0], ())))
+        check_descriptors(_SPARE, "address", len(self._owned.get(key[0], ())))
         opened: list[Socket] = []
         events = None
         try:

@@ -107,9 +107,7 @@ class Listed:
 class SinkCatalogue(Extension):
     """The pages of a source rank, as a watching sink knows them."""
 
-    def __init__(
-        self, session: Session, now: float, listed: Callable[[Listed], None], room: Callable[[], int]
-    ) -> None:
+    def __init__(self, session: Session, now: float, listed: Callable[[Listed], None], room: Callable[[], int]) -> None:
         """`listed` is called whenever the list has become complete; `room` says how many more pages are remembered."""
         super().__init__(session)
         self._listed, self._room = listed, room

@@ -5,7 +5,7 @@ from hashlib import sha256
 
 import attrs
 
-from kvproto.tiers.manifest import ObjectReferences, object_key
+from kvproto.tiers.manifest import ObjectReferences, object_key, object_length
 from kvproto.tiers.store import Store, get_manifest
 from kvproto.wire.messages import Manifest
 
@@ -108,8 +108,8 @@ def _faults(store: Store, manifest: Manifest, verify: bool) -> Iterator[str]:
         size = store.size(key)
         if size is None:
             yield f"group {component.group} is not there"
-        elif size != component.length:
-            yield f"group {component.group} has {size} bytes, not {component.length}"
+        elif size != (length := object_length(manifest, component)):
+            yield f"group {component.group} has {size} bytes, not {length}"
         elif size > _LONGEST:
             yield f"group {component.group} has {size} bytes, more than any page"
         elif verify and sha256(store.get(key) or b"").digest() != component.digest:
