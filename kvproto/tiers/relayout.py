@@ -48,8 +48,8 @@ def get_object(
     store: Store, manifest: Manifest, component: Component, seal: Seal | None, room: memoryview | None = None
 ) -> Data | None:
     """The bytes of a component, in `room` if that can be; None if any are wrong (KVP-TIER-CHECK). Raises OSError."""
-    into = room if manifest.seal is None else None
-    stored = get_exact(store, object_key(manifest, component), object_length(manifest, component), into)
+    length = object_length(manifest, component)
+    stored = get_exact(store, object_key(manifest, component), length, seal.scratch(length) if seal else room)
     if stored is None or hashlib.sha256(stored).digest() != component.digest:
         return None
     return stored if seal is None else seal.open(manifest, component, stored, room)

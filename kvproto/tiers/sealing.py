@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
+from threading import local
 from typing import Any
 
 from kvproto.errors import LocalError, bad
@@ -34,7 +35,7 @@ class Seal:
         self._keys = {hashlib.sha256(_MARK + key).digest()[:8]: key for key in keys}
         self.name = next(iter(self._keys))
         """The name of the key that seals, 8 bytes."""
-        self._space_key = lru_cache(1024)(self._derive)
+        self._space_key, self._scratch = lru_cache(1024)(self._derive), local()
 
     @classmethod
     def read(cls, place: Path | str) -> "Seal":
@@ -60,6 +61,13 @@ class Seal:
             cipher.finalize()
             sealed[_TAG], objects[group] = cipher.tag, sealed
         return objects
+
+    def scratch(self, length: int) -> memoryview:
+        """Memory of this thread for a sealed object, until it is called again."""
+        if len(getattr(self._scratch, "room", b"")) < length:
+            self._scratch.room = memoryview(bytearray(length))
+        room: memoryview = self._scratch.room
+        return room[:length]
 
     def open(self, manifest: Manifest, component: Component, sealed: Data, room: memoryview | None) -> Data | None:
         """The bytes of an object, in `room` if there is one; None for what was not sealed as this (KVP-TIER-OPEN)."""
