@@ -174,9 +174,8 @@ def test_pages_of_a_tenant_are_not_fetched(tmp_path: Path, pull: bool) -> None:
         for guess in (prompt(), prompt(tenant_digest("green")), prompt(tenant_digest("")), prompt(b"blue".ljust(32))):
             both.sink.pool.array("kv", 0, "k")[:] = 0
             fetch = both.sink.fetch(ticket, guess, {"kv": [9, 0, 5]})
-            both.until(lambda fetch=fetch: fetch.done)
             with pytest.raises(RemoteError) as refused:
-                fetch.wait(0)
+                both.ends(fetch)
             assert refused.value.code is ErrorCode.CONTENT_MISMATCH
             assert not both.sink.pool.array("kv", 0, "k").any()
         _arrives(both, ticket, blue, table)
@@ -184,7 +183,6 @@ def test_pages_of_a_tenant_are_not_fetched(tmp_path: Path, pull: bool) -> None:
 
 def _arrives(both: Two, ticket: Any, prompt: Prompt, table: list[int]) -> None:
     fetch = both.sink.fetch(ticket, prompt, {"kv": [9, 0, 5]})
-    both.until(lambda: fetch.done)
-    fetch.wait(0)
+    both.ends(fetch)
     there, here = (rows(pool, pages) for pool, pages in ((filled(PAGES, GEOMETRY), table), (both.sink.pool, [9, 0, 5])))
     assert np.array_equal(there, here)
