@@ -1,4 +1,4 @@
-"""What one peer costs a source: CPU time of a second of its frames, and memory of its sessions.
+"""The cost of one peer to a source: CPU time of a second of its frames, and memory of its sessions.
 
 A Source runs in a process of its own, over ipc. A peer sends Pings of no session, Hellos that open sessions, or garbage
 as fast as the source takes them; beside it a good sink fetches three pages again and again. Results are seconds of CPU
