@@ -40,10 +40,10 @@ class KvprotoError(Exception):
         return self.between("expected", "got", " ")
 
     def between(self, mine: str, yours: str, verb: str = " has ") -> str:
-        """The message, with these names for the refusing side and the other one."""
+        """The message, with these names for the refusing side and the other one, as `printable` text."""
         where = f" at {self.path}" if self.path else ""
         sides = f": {mine}{verb}{self.mine}, {yours}{verb}{self.yours}" if self.mine or self.yours else ""
-        return f"{self.code.name}{where}{sides}" + (f" ({self.advice})" if self.advice else "")
+        return printable(f"{self.code.name}{where}{sides}" + (f" ({self.advice})" if self.advice else ""))
 
 
 class RemoteError(KvprotoError):
@@ -112,6 +112,19 @@ def listed(names: Iterable[object], most: int = 3, between: str = ", ") -> str:
     texts = [str(name) for name in names]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return between.join(texts[:most]) + more
+
+
+def printable(text: str) -> str:
+    """Text of a peer or a file on one line, with escapes in place of control characters (KVP-SEE-TEXT)."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
+def check_text(path: str, text: str) -> bytes:
+    """The UTF-8 of a text; raises LocalError(OUT_OF_RANGE) for a lone surrogate, which JSON may contain."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise bad(path, "UTF-8", "a lone surrogate", "correct what made this text") from None
 
 
 class DeviceFault(RuntimeError):

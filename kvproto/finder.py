@@ -3,9 +3,11 @@
 import secrets
 import threading
 from collections.abc import Collection, Mapping
+from itertools import islice
 from typing import Any
 
 import attrs
+import numpy as np
 import numpy.typing as npt
 
 from kvproto.closing import Closing
@@ -23,6 +25,8 @@ from kvproto.sink import check_seed, dialer_of
 from kvproto.tiers.page_ids import Chain, namespace
 from kvproto.wire.enums import ErrorCode, KeyForm, Tier
 
+_MOST_PAGES, _MOST_LOOKS = 1 << 17, 1 << 20
+"""The first pages of a prompt that `find` names, and how many of these it looks for at all ranks of an engine."""
 _PATIENCE = 5.0
 """Seconds for which `find` waits for a turn to end."""
 
@@ -70,21 +74,23 @@ class Finder(Closing):
         """The share that each known engine holds of a prompt with these token ids, the longest first.
 
         `names` state what computes the pages, as KVP-TIER-NAMESPACE says (None: the engine's own). An engine may have
-        dropped a page since it announced it, and then computes it. Raises LocalError(BUSY) if a turn takes longer than
-        5 seconds.
+        dropped a page since it announced it, and then computes it. Of very many pages, the first 131,072 are looked
+        for, or 1,048,576 at all ranks of an engine together. Raises LocalError(BUSY) if a turn takes longer than 5
+        seconds.
         """
         self._driver.check()
         space = None if names is None else namespace(names)
         chains: dict[tuple[bytes, int], Chain] = {}
+        prompt = np.asarray(tokens)
 
-        def lengths(known: SinkCatalogue) -> dict[int, int]:
-            """The tier of the page that ends each length, in tokens, at which a rank can continue."""
+        def lengths(known: SinkCatalogue, ranks: int) -> dict[int, int]:
+            """The tier of the page that ends each length, in tokens, at which one of `ranks` ranks can continue."""
             head = known.head
             assert head is not None
             key = space or bytes(head.namespace), head.page
             if key not in chains:
-                chains[key] = Chain(*key, tokens)
-            ids = enumerate(chains[key].ids(KeyForm(head.form)), 1)
+                chains[key] = Chain(*key, prompt[: _MOST_PAGES * head.page + 1])
+            ids = enumerate(islice(chains[key].ids(KeyForm(head.form)), _MOST_LOOKS // ranks), 1)
             return {0: int(Tier.DEVICE)} | {n * head.page: known.pages[id] for n, id in ids if id in known.pages}
 
         def ask() -> list[Held]:
@@ -92,7 +98,7 @@ class Finder(Closing):
             for address, endpoint in self._node.endpoints.items():
                 party, known = endpoint.party(), endpoint.known()
                 if party is not None and known is not None:
-                    ranks = [lengths(catalogue) for catalogue in known.values()]
+                    ranks = [lengths(catalogue, len(known)) for catalogue in known.values()]
                     common = {n: max(rank[n] for rank in ranks) for n in ranks[0] if all(n in rank for rank in ranks)}
                     near = max((n for n, tier in common.items() if tier == Tier.DEVICE), default=0)
                     pages = sum(len(catalogue.pages) for catalogue in known.values())

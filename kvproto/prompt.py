@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.errors import U32, WireError, bad, check_type, check_whole, type_name
+from kvproto.errors import U32, WireError, bad, check_text, check_type, check_whole, type_name
 from kvproto.planning.kinds import TOKENS
 from kvproto.wire import encode_struct, from_json, tables, to_json
 from kvproto.wire.enums import ErrorCode
@@ -97,7 +97,7 @@ def _axes(axes: Any) -> dict[str, int]:
     for name, length in (axes or {}).items():
         path = f"Prompt.axes[{name!r}]"
         check_type(path, name, str, "the name of an axis, a str")
-        if name == TOKENS or not 0 < len(name.encode()) <= _LONGEST_AXIS:
+        if name == TOKENS or not 0 < len(check_text("Prompt.axes", name)) <= _LONGEST_AXIS:
             raise bad(path, f"a name of 1 to {_LONGEST_AXIS} bytes other than {TOKENS!r}", repr(name))
         lengths[name] = check_whole(path, length, 0, mine="positions on this axis")
     return dict(sorted(lengths.items(), key=lambda axis: axis[0].encode()))
@@ -162,7 +162,7 @@ def adapter_digest(folder: Path | str) -> bytes:
 
 def tenant_digest(salt: str) -> bytes:
     """SHA-256 of a tenant's `cache_salt`, 32 bytes, for `Prompt.salts`: a prompt of another tenant is another one."""
-    return hashlib.sha256(b"kvproto salt 1\0" + salt.encode()).digest()
+    return hashlib.sha256(b"kvproto salt 1\0" + salt.encode(errors="surrogatepass")).digest()
 
 
 def new_ticket(engine: str, replica: int = 0, deadline: float = 60.0) -> Ticket:
@@ -183,7 +183,7 @@ def new_ticket(engine: str, replica: int = 0, deadline: float = 60.0) -> Ticket:
 
 def check_name(argument: str, name: str) -> None:
     """Raise LocalError(OUT_OF_RANGE) if an engine's name is empty or longer than the wire format allows."""
-    length = len(name.encode())
+    length = len(check_text(argument, name))
     if length < 1 or (_LONGEST_NAME is not None and length > _LONGEST_NAME):
         raise bad(argument, f"1 to {_LONGEST_NAME} bytes in UTF-8", f"{length} bytes")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import http.client
-import itertools
 import json
 import logging
 import ssl
@@ -137,8 +136,8 @@ class Etcd:
         create = {"key": text(self.prefix), "range_end": text(end_of(self.prefix)), "start_revision": str(revision)}
         try:
             with self._open("watch", {"create_request": create}, _SILENCE) as changes:
-                for line in itertools.islice(iter(changes.readline, b""), 1, 2):  # the first line says that it watches
-                    json.loads(line)
+                changes.readline(_LARGEST)  # it says that it watches
+                json.loads(changes.readline(_LARGEST))
         except (OSError, ValueError, http.client.HTTPException):
             return
 

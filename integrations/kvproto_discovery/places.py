@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from kvproto.errors import bad
+from kvproto.errors import KvprotoError, bad
 from kvproto.net import check_public
+from kvproto.wire.plain import read_file
 from kvproto_discovery.dns import Dns
 from kvproto_discovery.etcd import Etcd
 from kvproto_discovery.following import Directory, FoundSources
@@ -58,8 +59,8 @@ def etcd_of(places: str) -> Etcd:
 def _keys(file: Path) -> list[str]:
     """The public keys in a file; raises LocalError(OUT_OF_RANGE)."""
     try:
-        lines = [line.strip() for line in file.read_text().splitlines()]
-    except (OSError, ValueError) as error:
+        lines = [line.strip() for line in read_file(file).decode().splitlines()]
+    except (OSError, ValueError, KvprotoError) as error:
         raise bad("source_keys", "a file of public keys, one a line", f"{file}: {error}", "correct it") from None
     keys = [line for line in lines if line and not line.startswith("# ")]
     for key in keys:

@@ -31,7 +31,7 @@ def _digest_at(place: str) -> bytes:
     """The digest of an adapter's folder, or of the name by which a hub has it, which both engines then use alike."""
     folder = Path(place)
     if not folder.is_dir():
-        return hashlib.sha256(b"kvproto adapter's name 1\0" + place.encode()).digest()
+        return hashlib.sha256(b"kvproto adapter's name 1\0" + place.encode(errors="surrogatepass")).digest()
     changed = tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir()))
     return _digest_of(folder, changed)
 

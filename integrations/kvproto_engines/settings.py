@@ -6,14 +6,14 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import attrs
 
-from kvproto import LocalError, Options, Seed, Sink, Source, Ticket, read_sources
+from kvproto import KvprotoError, LocalError, Options, Seed, Sink, Source, Ticket, read_sources
 from kvproto.errors import ErrorCode
 from kvproto.probes import Probes
+from kvproto.wire.plain import read_file
 from kvproto_discovery import FoundSources, Registration, read_found
 from kvproto_discovery.places import SCHEMES, etcd_of
 
@@ -147,8 +147,8 @@ def of_environment(variable: str, such_as: str) -> Any:
     if not text:
         raise refuse(variable, "", mine, "nothing", f"such as {such_as}")
     try:
-        return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
-    except (OSError, ValueError) as error:
+        return json.loads(text if text.lstrip().startswith("{") else read_file(text))
+    except (OSError, ValueError, KvprotoError) as error:
         raise refuse(variable, "", mine, str(error), "correct it") from None
 
 

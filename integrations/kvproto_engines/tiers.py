@@ -28,12 +28,14 @@ class Tiered:
         most: Bytes that this engine keeps there; 0: without limit.
         durable: Whether pages in files survive a loss of power once they are stored.
         weights: Names the weights, where engines' folders do not.
+        seal: A file of keys with which pages are sealed in storage, a line of 64 hex digits each.
     """
 
     storage: str
     most: int = 0
     durable: bool = False
     weights: str | None = None
+    seal: str | None = None
 
 
 def read(where: str, cls: type[Any], given: Any, sizes: tuple[str, ...], seconds: tuple[str, ...] = ()) -> Any:
@@ -55,7 +57,7 @@ def read(where: str, cls: type[Any], given: Any, sizes: tuple[str, ...], seconds
         value = given.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, kinds) or value < 0:  # type: ignore[arg-type]
             raise refuse(where, name, mine, repr(value), f"leave it out for {fields[name]}")
-    for name, kind in (("durable", bool), ("weights", str)):
+    for name, kind in (("durable", bool), ("weights", str), ("seal", str)):
         if given.get(name) is not None and not isinstance(given[name], kind):
             raise refuse(where, name, f"a {kind.__name__}", repr(given[name]), "leave it out")
     return cls(**given)

@@ -24,7 +24,7 @@ from kvproto_sglang.receiving import Receiving
 from kvproto_sglang.sending import Sending
 from kvproto_sglang.settings import VARIABLE, Settings
 from kvproto_sglang.state import State
-from kvproto_sglang.tickets import Asked, asked_of, ticket_of
+from kvproto_sglang.tickets import Asked, asked_of
 
 __all__ = ["CLASSES", "ONES", "BootstrapServer", "Manager", "Receiver", "Sender"]
 
@@ -223,8 +223,8 @@ class Receiver(base.BaseKVReceiver):
         receiving, settings = self._receiving, self.kv_mgr.settings
         try:
             asked, parts = asked_of(request, self.kv_mgr.adapters), self.kv_mgr.opened.parts
-            made = asked.ticket or ticket_of(self._room, settings.source_of(self._address), 0, settings.deadline)
-            receiving.begin(made, asked.prompt, asked.tokens)
+            ticket = settings.ticket_there(self._room, self._address, asked)
+            receiving.begin(ticket, asked.prompt, asked.tokens)
         except KvprotoError as error:
             receiving.error = error
             return

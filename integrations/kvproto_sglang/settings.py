@@ -39,7 +39,8 @@ class Settings:
         register: Prefill: "etcd:...", in which each rank keeps a row of its own for as long as it takes requests.
         options: What `kvproto.Options` takes; `ticket_wait` is 60 s where it does not say otherwise, as SGLang reads a
             prompt's own request between steps.
-        deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its room.
+        deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its room, and the most for
+            which a decode engine waits for them.
         metadata: Decode: what prefill engines hand over beside pages, a name of `metadata.SETS`.
         probes: HOST:PORT of the probes of rank 0 of replica 0; rank r of replica n has the port 256 n + r further on.
         description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
@@ -111,6 +112,10 @@ class Settings:
             advice = "correct the host or the bootstrap port that the load balancer has, or this engine's `name`"
             raise LocalError(ErrorCode.WRONG_PEER, "bootstrap_host", self.name, f"{host}:{port}", advice)
         return kept(asked.ticket or ticket_of(request.bootstrap_room, self.name, replica, self.deadline), self.deadline)
+
+    def ticket_there(self, room: int, address: str, asked: Asked) -> Ticket:
+        """The ticket of a request that this decode engine fetches from the prefill engine at an address."""
+        return kept(asked.ticket or ticket_of(room, self.source_of(address), 0, self.deadline), self.deadline)
 
     def replicas(self, name: str) -> int:
         """Of a prefill engine."""

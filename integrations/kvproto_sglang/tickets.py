@@ -111,7 +111,7 @@ def _salts(request: Any, adapter: str | None) -> list[bytes]:
     own = _ELASTIC.sub("", getattr(request, "extra_key", None) or "").removesuffix(
         getattr(request, "lora_id", None) or ""
     )
-    key = [hashlib.sha256(b"sglang extra_key 1\0" + own.encode()).digest()] if own else []
+    key = [hashlib.sha256(b"sglang extra_key 1\0" + own.encode(errors="surrogatepass")).digest()] if own else []
     return salts_of(adapter, key, getattr(request, "cache_salt", None))
 
 

@@ -154,7 +154,7 @@ class Scheduling:
             if asked.prefill and error is None:
                 ticket = ticket or new_ticket(here, self._replica, self._settings.deadline)
                 check_ours(ticket, here, self._replica)
-                ticket = kept(ticket, self._settings.deadline)
+            ticket = ticket and kept(ticket, self._settings.deadline)
         except KvprotoError as refusal:
             error = refusal
         wanted = (ticket, prompt) if error is None and ticket is not None and prompt is not None else None

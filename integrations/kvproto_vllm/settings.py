@@ -30,7 +30,8 @@ class Settings:
         source_keys: Decode, with these: a file of the public keys that sources may have, one a line.
         register: Prefill: "etcd:...", in which each rank keeps a row of its own for as long as it takes requests.
         options: What `kvproto.Options` takes.
-        deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its ticket.
+        deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its ticket, and the most
+            for which a decode engine waits for them.
         probes: HOST:PORT of the probes of rank 0 of replica 0; rank r of replica n has the port 256 n + r further on.
         description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
         weights: Names the weights, where both engines' folders do not: compared before any page moves.

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from kvproto.errors import printable
 from kvproto.finder import Finder
 from kvproto.options import Options
 from kvproto.tiers.fsck import GRACE, StoreReport, check_store, delete_page, prune
@@ -153,7 +154,8 @@ def _find(args: argparse.Namespace) -> int:
     else:
         for held in engines:
             of = f"{held.tokens:,} of {len(tokens):,} tokens, {held.device:,} on the device; " if tokens else ""
-            print(f"{held.engine} replica {held.replica} at {held.address}: {of}{held.pages:,} pages in all")
+            name = printable(held.engine)
+            print(f"{name} replica {held.replica} at {held.address}: {of}{held.pages:,} pages in all")
         for address, why in unknown.items():
             print(f"{address}: {why}")
     return 3 if unknown else 0

@@ -20,6 +20,7 @@ from typing import Any
 
 import attrs
 
+from kvproto.errors import printable
 from kvproto.observability.names import BASE, BUCKETS
 from kvproto.wire.plain import read_json
 
@@ -164,7 +165,7 @@ def _top(feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, once: b
             table.add_column(name, justify="left" if name in ("engine", "role") else "right", no_wrap=name == "engine")
         for state in states.values():
             troubled = state.total("kvproto_suspects") or state.total("kvproto_quarantined_pages")
-            cells = (Text(_plain(_COLUMNS[name](state))) for name in shown)
+            cells = (Text(printable(_COLUMNS[name](state))) for name in shown)
             table.add_row(*cells, style="yellow" if troubled else "")
         return Group(table, Text(), *map(Text, latest[-_LATEST:]))
 
@@ -290,14 +291,9 @@ def _lines_of(
 def _line_text(line: Line) -> str:
     """A line as text: time, level, event, then its other fields."""
     if line["kind"] == "lost":
-        return _plain(f"... {line.get('lines')} lines were lost, as this was too slow")
+        return printable(f"... {line.get('lines')} lines were lost, as this was too slow")
     clock = time.strftime("%H:%M:%S", time.localtime(float(line.get("time", 0))))
     who = f"{line.get('engine')}/{line.get('replica')}/{line.get('rank')}"
     rest = {k: v for k, v in line.items() if k not in ("kind", "time", "level", "event", *BASE)}
     fields = " ".join(f"{k}={v:.6f}" if isinstance(v, float) else f"{k}={v}" for k, v in rest.items())
-    return _plain(f"{clock} {line.get('level')!s:<7} {who} {line.get('role')} {line.get('event')} {fields}".rstrip())
-
-
-def _plain(text: str) -> str:
-    """Text on one line, with escapes in place of terminal control characters (KVP-SEE-TEXT)."""
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
+    return printable(f"{clock} {line.get('level')!s:<7} {who} {line.get('role')} {line.get('event')} {fields}".rstrip())

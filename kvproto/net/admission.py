@@ -206,9 +206,18 @@ class Connections:
             _log.warning("%s: %s: %d connections, which are not limited", path, error.strerror, self.count)
 
 
-def check_descriptors(count: int, path: str) -> None:
-    """Raise LocalError(INTERNAL) unless this process may open `count` more, as ZeroMQ ends it if it lacks one."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+_OF_CONNECTION = 4
+"""Descriptors of a connection that a side dials, and of the events about it."""
+
+
+def check_descriptors(count: int, path: str, held: int = 0) -> None:
+    """Raise LocalError(INTERNAL) unless this process may open `count` more, as ZeroMQ ends it if it lacks one.
+
+    Nor may one peer, with which it dials `held` connections, take more than half of what it may open.
+    """
+    most, advice = resource.getrlimit(resource.RLIMIT_NOFILE)[0], "raise the limit of open files (ulimit -n)"
+    if most == resource.RLIM_INFINITY:
+        return
     try:
         # no number beyond the kernel's table is open; to count them all takes long beside 1,000 peers
         table = Path("/proc/self/status").read_text().partition("FDSize:")[2].split()
@@ -217,9 +226,10 @@ def check_descriptors(count: int, path: str) -> None:
             left = most - len(os.listdir("/proc/self/fd"))
     except OSError:  # not one is left, or there is no /proc
         left = 0 if os.path.isdir("/proc/self") else count
-    if left < count and most != resource.RLIM_INFINITY:
-        advice = "raise the limit of open files (ulimit -n)"
+    if left < count:
         raise LocalError(ErrorCode.INTERNAL, path, f"{count} descriptors", f"{left} of {most} left", advice)
+    if held >= (share := most // 2 // _OF_CONNECTION):
+        raise LocalError(ErrorCode.INTERNAL, path, f"at most {share} connections with one engine", "one more", advice)
 
 
 _LOAD_SPAN = 1.0

@@ -329,7 +329,7 @@ class Dialer:
     def _connect(self, key: tuple[Any, ...], server: bytes | None) -> _Line:
         address = str(key[-1])
         check_address(address, self._keys is not None and server is not None, self._insecure)
-        check_descriptors(_SPARE, "address")
+        check_descriptors(_SPARE, "address", len(self._owned.get(key[0], ())))
         opened: list[Socket] = []
         events = None
         try:

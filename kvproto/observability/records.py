@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvproto import events as e
-from kvproto.errors import KvprotoError
+from kvproto.errors import KvprotoError, printable
 from kvproto.observability.counts import Counts, MetricSample
 from kvproto.observability.feed import FeedServer
 
@@ -47,7 +47,7 @@ def shown(text: object) -> str:
     """Text of a peer or an error for display: one short line without addresses (KVP-SEE-TEXT, KVP-SECRET-LOG)."""
     said = _ADDRESS.sub(r"\1://(hidden)", str(text))
     said = said if len(said) <= _LONGEST else f"{said[: _LONGEST - 3]}..."
-    return said if said.isprintable() else said.encode("unicode_escape").decode()
+    return printable(said)
 
 
 def _fetch(fetch: Fetch) -> Record:

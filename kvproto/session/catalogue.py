@@ -107,10 +107,10 @@ class Listed:
 class SinkCatalogue(Extension):
     """The pages of a source rank, as a watching sink knows them."""
 
-    def __init__(self, session: Session, now: float, listed: Callable[[Listed], None]) -> None:
-        """`listed` is called whenever the list has become complete."""
+    def __init__(self, session: Session, now: float, listed: Callable[[Listed], None], room: Callable[[], int]) -> None:
+        """`listed` is called whenever the list has become complete; `room` says how many more pages are remembered."""
         super().__init__(session)
-        self._listed = listed
+        self._listed, self._room = listed, room
         self.pages: dict[bytes, int] = {}
         """The nearest Tier of each page a moment ago, by id; it may be a value of a later version."""
         self.head: m.Watched | None = None
@@ -173,10 +173,11 @@ class SinkCatalogue(Extension):
         self._take(message.pages)
 
     def _take(self, pages: Iterable[m.KeptPage]) -> None:
+        most = len(self.pages) + self._room()
         for page in pages:
             if page.tier is None:
                 self.pages.pop(bytes(page.id), None)
-            elif len(self.pages) < limits.MAX_CATALOGUE:
+            elif len(self.pages) < most:
                 self.pages[bytes(page.id)] = page.tier
 
     handlers = ((m.Watched, _watched), (m.Kept, _kept))

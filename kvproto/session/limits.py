@@ -27,4 +27,4 @@ MAX_REGIONS = 1024
 MAX_TOLD = 1024
 """Cached pages of one Watched or Kept."""
 MAX_CATALOGUE = 4194304
-"""Cached pages of one source rank that a sink remembers; it forgets others."""
+"""Cached pages of one source replica, of all its ranks together, that a sink remembers; it forgets others."""

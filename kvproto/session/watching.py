@@ -28,7 +28,7 @@ class WatchSession(SinkSession):
         self._terms, self._watcher = Terms((Feature.CATALOGUE,), (Feature.CATALOGUE,)), host
 
     def begin(self, now: float) -> None:
-        self.install(SinkCatalogue(self, now, self._watcher.report))
+        self.install(SinkCatalogue(self, now, self._watcher.report, self._watcher.room))
         self._watcher.welcomed(self, now)
 
 
@@ -69,12 +69,23 @@ class WatchEndpoint(Endpoint):
         for address in self._ranks:
             self._greet(address, now)
 
+    def room(self) -> int:
+        """The number of pages beyond those that are remembered of this replica, of all its ranks together."""
+        held = (s.part(SinkCatalogue).pages for s in self.sessions.values() if s.has(SinkCatalogue))
+        return limits.MAX_CATALOGUE - sum(map(len, held))
+
     def known(self) -> dict[int, SinkCatalogue] | None:
-        """The pages of each rank, by rank; None while any of them are not known."""
+        """The pages of each rank, by rank; None while any of them are not known, or ranks name pages differently."""
         catalogues = {s.peer.rank: s.part(SinkCatalogue) for s in self.sessions.values() if s.known and s.open}
         listed = {rank for s in self.sessions.values() if s.known for rank in s.endpoints}
-        whole = all(catalogue.whole for catalogue in catalogues.values())
-        return catalogues if catalogues and listed <= catalogues.keys() and whole else None
+        heads = [catalogue.head for catalogue in catalogues.values() if catalogue.whole]
+        if not heads or len(heads) < len(catalogues) or not listed <= catalogues.keys():
+            return None
+        if len({(bytes(head.namespace), head.page) for head in heads if head is not None}) > 1:
+            mine, advice = "one namespace and page length of all ranks", "this is a bug of the source"
+            self.refused = RemoteError(ErrorCode.FIELD_CONFLICT, "namespace", mine, "several", advice)
+            return None
+        return catalogues
 
     def party(self) -> Party | None:
         """The rank that answered first; None if none has yet."""

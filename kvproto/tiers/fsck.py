@@ -5,12 +5,14 @@ from hashlib import sha256
 
 import attrs
 
-from kvproto.tiers.manifest import ObjectReferences, object_key
+from kvproto.tiers.manifest import ObjectReferences, object_key, object_length
 from kvproto.tiers.store import Store, get_manifest
 from kvproto.wire.messages import Manifest
 
 GRACE = 600.0
 """Seconds after which an object without a manifest is an orphan: before, its writer may still be at work."""
+_LONGEST = 1 << 32
+"""Most bytes of an object that is read: no page of tokens has more, but a sparse file may."""
 _TRIES = 3
 """The number of times that a page is checked: others may evict it meanwhile, and write it again."""
 
@@ -106,7 +108,9 @@ def _faults(store: Store, manifest: Manifest, verify: bool) -> Iterator[str]:
         size = store.size(key)
         if size is None:
             yield f"group {component.group} is not there"
-        elif size != component.length:
-            yield f"group {component.group} has {size} bytes, not {component.length}"
+        elif size != (length := object_length(manifest, component)):
+            yield f"group {component.group} has {size} bytes, not {length}"
+        elif size > _LONGEST:
+            yield f"group {component.group} has {size} bytes, more than any page"
         elif verify and sha256(store.get(key) or b"").digest() != component.digest:
             yield f"group {component.group} has other bytes"

@@ -14,6 +14,8 @@ from kvproto.wire.enums import ErrorCode, KeyForm
 from kvproto.wire.messages import Component, Manifest
 
 Data = bytes | bytearray | memoryview
+SEAL = 48
+"""Bytes by which a sealed object is longer than its component."""
 _FIELDS = [field.name for field in attrs.fields(PageComponent)]
 _stated = attrgetter(*_FIELDS)
 """The fields that a component of a manifest shares with a component of a layout."""
@@ -29,13 +31,23 @@ def object_key(manifest: Manifest, component: Component) -> str:
     return f"o/{manifest.id.hex()}.{manifest.geometry.hex()}.{component.group}.{component.digest.hex()}"
 
 
-def make_manifest(layout: PageLayout, chain: Chain, i: int, data: Mapping[int, Data]) -> Manifest:
-    """The manifest of page i with these bytes, by group; raises LocalError if bytes are missing (KVP-TIER-ALL)."""
+def object_length(manifest: Manifest, component: Component) -> int:
+    """Bytes of the object of a component."""
+    return component.length + (0 if manifest.seal is None else SEAL)
+
+
+def make_manifest(
+    layout: PageLayout, chain: Chain, i: int, data: Mapping[int, Data], key: bytes | None = None
+) -> Manifest:
+    """The manifest of page i with these objects, by group; raises LocalError if some are missing (KVP-TIER-ALL).
+
+    `key` names the key with which they are sealed.
+    """
     if missing := layout.required - data.keys():
         raise bad("data", f"groups {sorted(layout.required)}", f"none of {sorted(missing)}")
     components = []
     for group in sorted(data):
-        component, size = layout.component(group), len(data[group])
+        component, size = layout.component(group), len(data[group]) - (0 if key is None else SEAL)
         if size != component.length:
             raise bad(f"data[{group}]", f"{component.length} bytes", size)
         stated = dict(zip(_FIELDS, _stated(component), strict=True))
@@ -49,6 +61,7 @@ def make_manifest(layout: PageLayout, chain: Chain, i: int, data: Mapping[int, D
         page=layout.page,
         geometry=layout.geometry,
         components=tuple(components),
+        seal=key,
     )
 
 

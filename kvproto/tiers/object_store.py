@@ -16,7 +16,7 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from kvproto.tiers.manifest import Data
-from kvproto.tiers.store import Store
+from kvproto.tiers.store import IntoStore
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -28,7 +28,7 @@ _CLOCK = 60.0
 """Seconds after which the store's clock is read again."""
 
 
-class ObjectStore(Store):
+class ObjectStore(IntoStore):
     """A bucket, or the objects below a prefix of one."""
 
     def __init__(self, store: Bucket) -> None:
@@ -54,6 +54,15 @@ class ObjectStore(Store):
     def get(self, key: str) -> bytes | None:
         with _os_errors(), suppress(FileNotFoundError):
             return bytes(obstore.get(self._store, key).bytes())
+        return None
+
+    def get_into(self, key: str, room: memoryview) -> int | None:
+        with _os_errors(), suppress(FileNotFoundError):
+            result = obstore.get(self._store, key)
+            length = result.meta["size"]
+            if length <= len(room):
+                room[:length] = result.bytes()
+            return length
         return None
 
     def delete(self, key: str) -> None:

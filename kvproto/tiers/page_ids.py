@@ -15,7 +15,8 @@ _NAMESPACE, _PAGE = b"kvproto namespace 1\0", b"kvproto page 1\0"
 def namespace(entries: Mapping[str, str]) -> bytes:
     """The digest of everything that computes the pages: 32 bytes (KVP-TIER-NAMESPACE)."""
     digest = hashlib.sha256(_NAMESPACE)
-    for name, value in sorted((name.encode(), value.encode()) for name, value in entries.items()):
+    any_text = "surrogatepass"  # a salt is a user's, and must not end its engine
+    for name, value in sorted((name.encode(), value.encode(errors=any_text)) for name, value in entries.items()):
         digest.update(len(name).to_bytes(4, "little") + name + len(value).to_bytes(4, "little") + value)
     return digest.digest()
 

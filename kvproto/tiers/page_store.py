@@ -5,7 +5,6 @@ a miss. `PageStore.counts` counts them. Any number of threads may call at once, 
 computes digests; other processes may use the same back end.
 """
 
-import hashlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,10 +23,11 @@ from kvproto.tiers.manifest import (
 )
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout
-from kvproto.tiers.relayout import RelayoutReader
+from kvproto.tiers.relayout import RelayoutReader, get_object, opens
+from kvproto.tiers.sealing import Seal
 from kvproto.tiers.store import BatchStore, Store, get_manifest
 from kvproto.wire import encode_struct
-from kvproto.wire.messages import Component, Manifest
+from kvproto.wire.messages import Manifest
 
 SPARE = 256 << 20
 """Most bytes of buffers that are kept for later."""
@@ -64,10 +64,13 @@ class PageStore:
         if not 0 <= low <= high:
             raise bad("low", f"within [0, {high}]", low)
         self.store, self.layout, self.low, self.high = store, layout, low, high
+        self.seal: Seal | None = None
+        """The keys with which pages are sealed; others are as good as absent then (KVP-TIER-PLAIN)."""
         self.others: RelayoutReader | None = None
         """The reader of pages that are there in other layouts alone, if there is one."""
         self.counts: Counter[str] = Counter()
-        """Pages that were `written`, `read`, `missed`, `damaged` and `evicted`, and calls that `failed`."""
+        """Pages that were `written`, `read`, `missed`, `damaged` and `evicted`, those whose keys were lacking
+        (`locked`), and calls that `failed`."""
         self.bytes = 0
         """Bytes of the pages that this process knows, whichever process wrote them."""
         self._known: OrderedDict[bytes, Manifest] = OrderedDict()
@@ -114,7 +117,9 @@ class PageStore:
     def _pairs(self, pages: Sequence[StoredPage], manifests: list[Manifest]) -> Iterator[tuple[str, Data]]:
         """The keys and bytes to store; the digests of a page are computed once the page before it has been taken."""
         for chain, i, data in pages:
-            manifest = make_manifest(self.layout, chain, i, data)
+            if self.seal:
+                data = self.seal.seal(chain.space, chain.ids(self.layout.form)[i], self.layout, data)
+            manifest = make_manifest(self.layout, chain, i, data, self.seal.name if self.seal else None)
             manifests.append(manifest)
             for component in manifest.components:
                 yield object_key(manifest, component), data[component.group]
@@ -152,21 +157,12 @@ class PageStore:
         """The bytes of a page by group, None if any of them are wrong."""
         data: dict[int, Data] = {}
         for component in manifest.components:
-            stored = self._get(manifest, component, buffers)
-            if stored is None or len(stored) != component.length:
-                return None
-            if hashlib.sha256(stored).digest() != component.digest:
+            room = None if buffers is None else buffers[component.group]
+            stored = get_object(self.store, manifest, component, self.seal, room)
+            if stored is None:
                 return None
             data[component.group] = stored
         return data
-
-    def _get(self, manifest: Manifest, component: Component, buffers: PageBuffers | None) -> Data | None:
-        """The bytes of an object; None, or another length, if they are wrong."""
-        key, get_into = object_key(manifest, component), getattr(self.store, "get_into", None)  # of an IntoStore
-        if buffers is None or get_into is None:
-            return self.store.get(key)
-        length = get_into(key, buffers[component.group])
-        return None if length != component.length else buffers[component.group]
 
     def _manifest(self, chain: Chain, i: int) -> Manifest | None:
         """Read the manifest of page i from the back end, where another process may have changed it."""
@@ -175,8 +171,11 @@ class PageStore:
         manifest = parse_manifest(data, self.layout, chain, i)
         if manifest is None:
             self._forget(id + self.layout.geometry)
-        else:
-            self._note(manifest)
+            return None
+        self._note(manifest)
+        if not opens(self.seal, manifest):
+            self._count("locked")
+            return None
         return manifest
 
     def _plausible(self, manifest: Manifest) -> bool:

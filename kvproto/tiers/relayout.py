@@ -21,12 +21,13 @@ from kvproto.errors import U32, KvprotoError, PlanError, check_whole
 from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
 from kvproto.planning.plan import Route, plan
 from kvproto.tiers.host_copies import as_pool
-from kvproto.tiers.manifest import ObjectReferences, manifest_key, names, object_key
+from kvproto.tiers.manifest import Data, ObjectReferences, manifest_key, names, object_key, object_length
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout, page_layout, single_rank
-from kvproto.tiers.store import Store, get_manifest
+from kvproto.tiers.sealing import Seal
+from kvproto.tiers.store import Store, get_exact, get_manifest
 from kvproto.wire.enums import KeyForm, LengthRule
-from kvproto.wire.messages import Manifest
+from kvproto.wire.messages import Component, Manifest
 
 FRESH = 5.0
 """Seconds after which the Descriptions in the store are listed again."""
@@ -36,6 +37,22 @@ Pages = list[dict[int, bytes]]
 
 def geometry_key(geometry: bytes, page: int) -> str:
     return f"g/{geometry.hex()}.{page}"
+
+
+def opens(seal: Seal | None, manifest: Manifest) -> bool:
+    """Whether a page is sealed with a key of ours, or not sealed and we have none (KVP-TIER-OPEN, KVP-TIER-PLAIN)."""
+    return manifest.seal is None if seal is None else manifest.seal in seal
+
+
+def get_object(
+    store: Store, manifest: Manifest, component: Component, seal: Seal | None, room: memoryview | None = None
+) -> Data | None:
+    """The bytes of a component, in `room` if that can be; None if any are wrong (KVP-TIER-CHECK). Raises OSError."""
+    length = object_length(manifest, component)
+    stored = get_exact(store, object_key(manifest, component), length, seal.scratch(length) if seal else room)
+    if stored is None or hashlib.sha256(stored).digest() != component.digest:
+        return None
+    return stored if seal is None else seal.open(manifest, component, stored, room)
 
 
 @attrs.define
@@ -66,9 +83,11 @@ class _WriterEngine:
 class RelayoutReader:
     """The pages of all other geometries in a store, cut for one rank. Any thread may read."""
 
-    def __init__(self, store: Store, geometry: Geometry, rank: int, layout: PageLayout) -> None:
-        """`geometry` is our engine's Description, `layout` the layout of our pages."""
-        self.store, self.layout = store, layout
+    def __init__(
+        self, store: Store, geometry: Geometry, rank: int, layout: PageLayout, seal: Seal | None = None
+    ) -> None:
+        """`geometry` is our engine's Description, `layout` the layout of our pages; `seal` as of `PageStore`."""
+        self.store, self.layout, self.seal = store, layout, seal
         self.own = single_rank(geometry, rank, [*layout.lengths])
         self._engines: list[_WriterEngine] = []
         self._listed = -FRESH
@@ -90,8 +109,9 @@ class RelayoutReader:
             engines: list[_WriterEngine] = []
             for key in sorted(self.store.keys("g")):
                 digest, _, page = key[2:].partition(".")
-                data = self.store.get(key)
-                if digest == self.layout.geometry.hex() or data is None or hashlib.sha256(data).hexdigest() != digest:
+                data = get_manifest(self.store, key)
+                ours = key == geometry_key(self.layout.geometry, self.layout.page)
+                if ours or data is None or hashlib.sha256(data).hexdigest() != digest:
                     continue
                 with suppress(KvprotoError, ValueError):
                     rank, tokens = decode_geometry(data), check_whole("page", int(page), 1, U32)
@@ -144,7 +164,8 @@ class RelayoutReader:
                 manifest = ObjectReferences().add(key, get_manifest(self.store, key))
                 ahead = manifest is not None and any(c.form is KeyForm.AHEAD for c in manifest.components)
                 # its OWN id does not cover a component that looks ahead
-                if manifest and names(manifest, form, chain, i) and (form is KeyForm.AHEAD or not ahead):
+                known = manifest and names(manifest, form, chain, i) and opens(self.seal, manifest)
+                if manifest and known and (form is KeyForm.AHEAD or not ahead):
                     manifests.append(manifest)
                     break
             else:
@@ -242,10 +263,10 @@ class _Cut:
             objects = bytearray()
             for manifest in manifests:
                 component = next((c for c in manifest.components if c.group == group), None)
-                data = None if component is None else self._reader.store.get(object_key(manifest, component))
-                if component is None or not data or len(data) != length:
+                if component is None or component.length != length:
                     return None
-                if hashlib.sha256(data).digest() != component.digest:
+                data = get_object(self._reader.store, manifest, component, self._reader.seal)
+                if data is None:
                     return None
                 objects += data
             memory[group] = memoryview(objects)

@@ -12,7 +12,7 @@ from kvproto.wire.enums import ErrorCode
 BATCH = 16
 """Pages that are worth writing together: more of them do not make a page any cheaper."""
 LONGEST = 1 << 20
-"""Most bytes of a manifest that is worth reading."""
+"""Most bytes of a manifest, or of a record, that is worth reading."""
 
 
 class Store(Protocol):
@@ -84,7 +84,15 @@ def open_store(place: Path | str | Store, durable: bool = False) -> Store:
     return store
 
 
+def get_exact(store: Store, key: str, length: int, room: memoryview | None = None) -> Data | None:
+    """The bytes of a key that has this many, in `room` if the back end can; None for other lengths. Raises OSError."""
+    get_into = getattr(store, "get_into", None)  # of an IntoStore
+    if room is None or get_into is None:
+        return store.get(key) if store.size(key) == length else None
+    return room if get_into(key, room) == length else None
+
+
 def get_manifest(store: Store, key: str) -> bytes | None:
-    """The bytes under the key of a manifest, None if there are none, or too many for one; raises OSError."""
+    """The bytes under the key of a manifest or a record, None if there are none or too many; raises OSError."""
     size = store.size(key)
     return None if size is None or size > LONGEST else store.get(key)

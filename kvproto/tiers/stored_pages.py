@@ -38,9 +38,10 @@ class StoredPages:
         most: int = 0,
         ahead: Collection[str] = (),
         durable: bool = False,
+        seal: Path | str | None = None,
     ) -> None:
         """The arguments, and what is raised, are those of `Tiers`."""
-        copies, pages = tier_parts(pool, page, 2 * BATCH, storage, most, ahead, {}, 0, durable)
+        copies, pages = tier_parts(pool, page, 2 * BATCH, storage, most, ahead, {}, 0, durable, seal)
         assert pages is not None
         assert pages.others is not None
         self.copies, self.page_store, self._others = copies, pages, pages.others

@@ -216,6 +216,7 @@ class Manifest:
     page: int = field(metadata=row(6, "u32", min=1, unit="token"))
     geometry: bytes = field(metadata=row(7, "bytes", length=32))
     components: tuple[Component, ...] = field(metadata=row(8, "list<struct:Component>", min=1, max=512))
+    seal: bytes | None = field(default=None, metadata=row(9, "bytes", length=8))
 
 @frozen(kw_only=True)
 class Component:

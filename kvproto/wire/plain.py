@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvproto.errors import WireError
+from kvproto.errors import WireError, printable
 from kvproto.wire.enums import ErrorCode
 
 MOST_BYTES = 64 << 20
@@ -26,7 +26,7 @@ def refuse(code: ErrorCode, path: str, mine: object, yours: object, advice: str 
 def _shown(value: object) -> str:
     text = str(value)
     text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
+    return printable(text)
 
 
 def read_file(path: str | Path) -> bytes:

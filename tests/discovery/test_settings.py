@@ -43,6 +43,7 @@ def test_a_decode_engine_follows_what_prefill_registers(read: Any, member: Membe
         ({"sources": "etcd:"}, False, "sources"),
         ({"sources": "dns:p=h:1", "source_keys": "/no/such"}, False, "source_keys"),
         ({"sources": {"p": "ipc:///a"}, "source_keys": "/no/such"}, False, "source_keys"),
+        ({"sources": "dns:p=h:1", "source_keys": "/dev/zero"}, False, "source_keys"),
         ({"listen": "ipc:///a", "register": "dns:p=h:1"}, True, "register"),
         ({"listen": "ipc:///a", "register": 7}, True, "register"),
     ],

@@ -28,10 +28,12 @@ from kvproto import (
     lay_out,
     new_ticket,
     read_ticket,
+    tenant_digest,
     write_ticket,
 )  # fmt: skip
 from kvproto.errors import KvprotoError
 from kvproto.events import Declined
+from kvproto.tiers.page_ids import namespace
 from kvproto.wire.enums import ErrorCode
 from tests.errors import raises
 
@@ -476,9 +478,18 @@ def test_addresses(tmp_path: Path) -> None:
 
 
 def test_names(tmp_path: Path) -> None:
-    for name in ("", "x" * 1000):
+    for name in ("", "x" * 1000, "\ud800"):
         with raises(LocalError, path="name"):
             Source(name, filled(), address_in(tmp_path))
+        with raises(LocalError, path="engine"):
+            new_ticket(name)
+
+
+def test_a_tenant_of_half_a_character_is_a_tenant_like_others() -> None:
+    """JSON may contain it, and it must not end the engine of its user."""
+    assert tenant_digest("\ud800") != tenant_digest("\ud801")
+    assert namespace({"salt": "\ud800"}) != namespace({"salt": "\ud801"})
+    refused(lambda: Prompt([1], axes={"\ud800": 1}), ErrorCode.OUT_OF_RANGE, "Prompt.axes", "UTF-8")
 
 
 def test_ways_of_driving(tmp_path: Path) -> None:

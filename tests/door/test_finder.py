@@ -119,6 +119,20 @@ def test_the_longest_prefix_comes_first(tmp_path: Path, world: World) -> None:
     assert [held.tokens for held in world.finder.find(PROMPT, NAMES)] == [16, 8]
 
 
+def test_an_engine_with_tiny_pages_does_not_hold_up_a_router(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long a page is, and how many ranks there are, is what a source says."""
+    world.keepers = [Keeper(address_in(tmp_path, "a-{rank}"), "a", tp=2)]
+    world.finder = Finder([address_in(tmp_path, "a-0")], options=STEPPED)
+    world.keepers[0].keep(PROMPT, ranks=(0, 1))
+    world.says(("a", 16, 16))
+    monkeypatch.setattr("kvproto.finder._MOST_PAGES", 3)
+    assert [held.tokens for held in world.finder.find(PROMPT)] == [12]
+    monkeypatch.setattr("kvproto.finder._MOST_LOOKS", 4)
+    assert [held.tokens for held in world.finder.find(PROMPT)] == [8]
+
+
 def test_what_all_ranks_have(tmp_path: Path, world: World) -> None:
     """An engine goes on with the greatest length that all of its ranks have told; one address is enough to find them."""
     world.keepers = [Keeper(address_in(tmp_path, "a-{rank}"), "a", tp=2)]

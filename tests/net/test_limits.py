@@ -392,6 +392,21 @@ def test_a_process_that_may_open_few_more_is_told_so_before_zeromq_ends_it(tmp_p
     Listener(private_address(tmp_path, "s")).close()
 
 
+def test_one_peer_that_names_many_addresses_takes_a_share_of_the_descriptors(dialer: Dialer) -> None:
+    """A source names the addresses of its ranks, and a sink or a router dials them all."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, limit[1]))
+    try:
+        for n in range(50):
+            dialer.send(("bad", f"tcp://127.0.0.1:{n + 1}"), b"hello")
+        with pytest.raises(LocalError, match="INTERNAL at address: expected at most 50 connections with one engine"):
+            dialer.send(("bad", "tcp://127.0.0.1:51"), b"hello")
+        dialer.send(("good", "tcp://127.0.0.1:1"), b"hello")
+        assert len(os.listdir("/proc/self/fd")) < 300
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
 def test_an_ipc_address_is_not_found_while_there_are_too_many(tmp_path: Path) -> None:
     """KVP-NET-CONNECTIONS: those that come later are served when others have gone."""
     listener = Listener(private_address(tmp_path, "s"))

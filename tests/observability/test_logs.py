@@ -12,6 +12,10 @@ from kvproto import Cache, Pool, Sink, Source, lay_out, new_ticket
 from kvproto import events as told
 from kvproto.events import Event
 from kvproto.observability.records import RECORDS, shown
+from kvproto.session.error_fields import refused
+from kvproto.wire import decode, encode
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Refused
 from tests.door.doors import GEOMETRY, PAGES, PROMPT, STEPPED, address_in, two
 
 from .test_metrics import ask, connected, failed, of, serve, stranger
@@ -113,6 +117,15 @@ def test_what_a_peer_says_stays_on_one_line(tmp_path: Path, log: pytest.LogCaptu
     assert closed.getMessage().isprintable()
     assert vars(closed)["reason"].startswith("bye\\n2026")
     assert len(vars(closed)["reason"]) < 500
+
+
+def test_what_a_peer_says_in_a_refusal_stays_on_one_line() -> None:
+    """KVP-SEE-TEXT: engines write the text of an error to logs of their own, and `kvproto` to a terminal."""
+    forged = "bye\n2026-01-01 ERROR root: forged \x1b[2J\u202e"
+    said = Refused(request=1, code=ErrorCode.BUSY, path=forged, mine=forged, yours=forged, advice=forged)
+    error = refused(decode(encode(said)), "prefill rank 0")
+    assert str(error).isprintable()
+    assert str(error).count("bye\\n2026") == 4
 
 
 def test_a_peer_cannot_fill_the_disk(

@@ -316,3 +316,28 @@ def test_a_source_that_names_too_many_ranks_is_not_dialled() -> None:
     assert watcher.refused is not None
     assert (watcher.refused.code, watcher.refused.path) == (ErrorCode.TOO_LARGE, "endpoints")
     assert len(watcher.sessions) <= 1
+
+
+def test_all_ranks_of_a_source_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source says how many ranks it has, and each could list pages without end."""
+    monkeypatch.setattr("kvproto.session.limits.MAX_CATALOGUE", 5)
+    world = Watching(tp=2)
+    for address in ("s0", "s1"):
+        world.kept(*ids(4), address=address)
+    world.dial()
+    assert len(world.has(0)) + len(world.has(1)) == 5
+    gone = [*world.has(0)]
+    world.kept(*gone, tier=None, address="s0")
+    world.kept(*ids(4, 10), address="s0")
+    assert len(world.has(0)) + len(world.has(1)) == 5
+
+
+def test_ranks_that_name_pages_differently_are_no_engine() -> None:
+    """A router would hash a prompt once for each."""
+    world = Watching(tp=2)
+    world.sources["s1"].keep_catalogue(Catalogue(b"t" * 32, 16, KeyForm.AHEAD))
+    world.dial()
+    (watcher,) = world.watchers
+    assert watcher.known() is None
+    assert watcher.refused is not None
+    assert (watcher.refused.code, watcher.refused.path) == (ErrorCode.FIELD_CONFLICT, "namespace")

@@ -28,7 +28,7 @@ def test_a_fetch_waits_until_sglang_has_read_the_prompt(given: Any, seconds: flo
     assert Settings.read(PREFILL | {"options": given}, True).options.ticket_wait == seconds
 
 
-@pytest.mark.parametrize("text", ["", "{", "/nowhere/s.json"])
+@pytest.mark.parametrize("text", ["", "{", "/nowhere/s.json", "/dev/zero"])
 def test_no_settings_are_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(LocalError, match=VARIABLE):
@@ -77,6 +77,9 @@ def test_what_a_client_says_of_deadlines_does_not_outlast_the_setting() -> None:
     called = request({"ticket": json.dumps(write_ticket(ticket))}, bootstrap_host="router", bootstrap_port=0)
     made = Settings.read(PREFILL | {"deadline": 20}, True)
     assert made.ticket_here(called, asked_of(called), 0) == attrs.evolve(ticket, deadline=20_000)
+    made = Settings.read(DECODE | {"deadline": 20}, False)
+    assert made.ticket_there(1, "h:1", asked_of(called)) == attrs.evolve(ticket, deadline=20_000)
+    assert made.ticket_there(1, "h:1", asked_of(request())).deadline == 20_000
 
 
 def test_replicas_listen_apart() -> None:

@@ -59,7 +59,8 @@ def test_a_router_says_tokens_that_another_engine_computes_itself() -> None:
 
 def test_what_keys_of_pages_have_beside_tokens_is_part_of_the_prompt() -> None:
     """`extra_key` and `cache_salt`, but for the sizes that SGLang adds for itself."""
-    ways = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"extra_key": "a"}, {"extra_key": "a", "cache_salt": "a"}]
+    ways = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"extra_key": "a"}, {"extra_key": "a", "cache_salt": "a"},
+            {"cache_salt": "\ud800"}, {"extra_key": "\ud800"}]  # fmt: skip
     digests = [asked_of(request(**way)).prompt.digest for way in ways]
     assert len({*digests}) == len(ways)
     for n, key in ((0, "elastic_ep_size=4"), (3, "a|elastic_ep_size=4")):

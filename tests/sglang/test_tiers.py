@@ -84,6 +84,14 @@ def test_requests_with_names_of_their_own_have_other_keys() -> None:
     assert keys.seed("adapter", "tenant") not in (seed, keys.seed("adapter", None), None)
 
 
+def test_a_user_s_extra_key_names_no_adapter() -> None:
+    """It is a field of a request: whoever knows an adapter's digest could store rows of the plain model as that adapter's."""
+    keys, digest = Keys(), "ab" * 32
+    keys.open(PageKeys(SPACE, PAGE), lambda more: namespace({**NAMES, **more}))
+    assert keys.seed(digest, None) != namespace(NAMES | {"adapter": digest}).hex()
+    assert keys.seed("\ud800", "\ud800") is not None
+
+
 # pools of the host
 
 HEADS, DIM, LAYERS, PAGES = 2, 3, 2, 6

@@ -95,9 +95,11 @@ def test_the_disk_works_while_the_next_page_of_a_group_is_hashed(
     chain, order, real = prompt(*range(9)), list[str](), os.write
     described = page_store.make_manifest
 
-    def make_manifest(layout: PageLayout, of: Chain, i: int, data: Mapping[int, Data]) -> Manifest:
+    def make_manifest(
+        layout: PageLayout, of: Chain, i: int, data: Mapping[int, Data], key: bytes | None = None
+    ) -> Manifest:
         order.append(f"digests of {i}")
-        return described(layout, of, i, data)
+        return described(layout, of, i, data, key)
 
     def write(file: int, data: memoryview) -> int:
         order.append("written")

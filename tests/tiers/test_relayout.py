@@ -28,6 +28,7 @@ from kvproto.tiers.page_layout import PageLayout, page_layout
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader, geometry_key
 from kvproto.tiers.storage_io import StorageIO
+from kvproto.tiers.store import LONGEST
 from kvproto.transport.memory import allocate
 from kvproto.transport.shm.transport import HostPager
 from tests.tiers.schedules import Memory
@@ -249,6 +250,24 @@ def test_a_record_that_is_not_what_its_name_says_is_no_record() -> None:
         store.put(key, store.data[key][:-1])
     store.put("g/nothing", b"1")
     assert read(store, engine(tp=4), 8) == [0] * 4
+
+
+def test_what_is_too_long_is_not_read() -> None:
+    """A record, and an object: whoever reads pages of other layouts knows how long they may be."""
+
+    class Watched(Memory):
+        def get(self, key: str) -> bytes | None:
+            data = super().get(key)
+            assert data is None or len(data) <= LONGEST
+            return data
+
+    store = Watched()
+    layouts = written(store, engine(tp=2), 8, 5)
+    store.put(geometry_key(bytes(32), 8), bytes(LONGEST + 1))
+    assert sum(read(store, engine(tp=4), 8)) > 0
+    for key in [key for key in store.keys("o") if layouts[0].geometry.hex() in key]:
+        store.put(key, bytes(LONGEST + 1))
+    assert read(store, engine(tp=4), 8)[:2] == [0, 0]
 
 
 def test_another_namespace_is_another_prompt() -> None:

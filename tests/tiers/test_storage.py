@@ -11,15 +11,17 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import attrs
 import pytest
 
 from kvproto.errors import LocalError
 from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.fsck import check_store
-from kvproto.tiers.manifest import manifest_key
+from kvproto.tiers.manifest import make_manifest, manifest_key, object_key
 from kvproto.tiers.pack_store import PackStore
-from kvproto.tiers.page_store import PageStore
+from kvproto.tiers.page_store import BufferPool, PageStore
 from kvproto.tiers.store import LONGEST
+from kvproto.wire import encode_struct
 from tests.processes import FORKED, imported
 from tests.tiers.schedules import LAYOUT, Kind, Memory, page, prompt, schedule, stored, sweep
 from tests.tiers.stores import opened
@@ -318,6 +320,23 @@ def test_manifests_that_cannot_be_listed_make_no_object_nobodys(tmp_path: Path) 
     assert sweep(page_store.store, -1.0) == 0
     (tmp_path / "away").rename(tmp_path / "m")
     assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
+
+
+def test_an_object_that_became_longer_is_not_read(tmp_path: Path) -> None:
+    """KVP-TIER-CHECK: a file of a terabyte without a block is a miss, and costs no memory."""
+    page_store = PageStore(FileStore(tmp_path), LAYOUT)
+    assert page_store.write(PROMPT, 0, page(PROMPT, 0))
+    for path in (tmp_path / "o").rglob("*.*"):
+        os.truncate(path, 1 << 40)
+    for buffers in (BufferPool(LAYOUT).take(), None):
+        assert page_store.read(PROMPT, 0, buffers) is None
+    manifest = make_manifest(LAYOUT, PROMPT, 1, page(PROMPT, 1))
+    long = attrs.evolve(manifest, components=tuple(attrs.evolve(c, length=1 << 40) for c in manifest.components))
+    page_store.store.put(manifest_key(long.id, long.geometry), encode_struct(long))
+    for component in long.components:
+        page_store.store.put(object_key(long, component), b"")
+        os.truncate(page_store.store._path(object_key(long, component)), 1 << 40)  # type: ignore[attr-defined]
+    assert "more than any page" in check_store(page_store.store, verify=True).damaged[-1].why
 
 
 def test_what_is_too_long_for_a_manifest_is_not_read() -> None:

@@ -25,6 +25,7 @@ RUNS = [
     "inline --quick --rounds 1",
     "intent --quick --rounds 1",
     "latency_host --rounds 1 --pushes 2",
+    "one_peer --quick",
     "plan --rounds 1",
     "seeing --rounds 1",
     "serving --quick --rounds 1",
@@ -34,6 +35,7 @@ RUNS = [
     "spread",
     "tables --check",
     "tiers --quick --rounds 1",
+    "tiers_sealed --quick",
     "tiers_stores --quick",
     "transfer_host --rounds 1 --runs 16777216",
     "trips --quick",
@@ -47,6 +49,7 @@ NEEDS = {
     "frameworks": "jax",
     "serving": "transformers",
     "serving_drafts": "torch",
+    "tiers_sealed": "cryptography",
     "tiers_stores": "rocksdict",
     "transfer_host": "nixl",
 }

@@ -381,7 +381,7 @@ def test_images_adapters_and_tenants_are_part_of_the_prompt(tmp_path: Path) -> N
     ways = [
         (None, [], None), (("law", one), [], None), (("tax", one), [], None), (("law", two), [], None),
         (("law", "a/hub"), [], None), (None, [("image", "x")], None), (None, [("image", "y")], None),
-        (None, [], "tenant"), (None, [], "other"), (("law", one), [("image", "x")], "tenant"),
+        (None, [], "tenant"), (None, [], "other"), (None, [], "\ud800"), (("law", "a\ud800"), [], None), (("law", one), [("image", "x")], "tenant"),
     ]  # fmt: skip
     for n, (lora, seen, salt) in enumerate(ways):
         asked = request(PREFILL, str(n))
@@ -414,3 +414,6 @@ def test_what_a_client_says_of_deadlines_does_not_outlast_the_setting(stated: in
     made, _ = arrived(PREFILL | {"ticket": write_ticket(new_ticket("me", 2, stated))})
     ticket, _ = step(made).requests["a"]
     assert ticket.deadline == 1000 * kept
+    made, asked = arrived({"do_remote_prefill": True, "ticket": write_ticket(new_ticket("other", 0, stated))})
+    made.allocated(asked, blocks([1, 2]), 4)
+    assert step(made).loads[0].ticket.deadline == 1000 * kept

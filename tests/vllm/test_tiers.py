@@ -196,6 +196,7 @@ def test_workers_have_what_each_of_them_has() -> None:
         ({"storage": "/kv", "prefetch_timeout_base": "1"}, "prefetch_timeout_base"),
         ({"storage": "/kv", "durable": 1}, "durable"),
         ({"storage": "/kv", "weights": 1}, "weights"),
+        ({"storage": "/kv", "seal": True}, "seal"),
         ([], "settings of"),
     ],
 )

@@ -245,6 +245,7 @@ static const Field F_Manifest[] = {
     {6, "page", true, {UINT, 4, 1u, 4294967295u, NULL}},
     {7, "geometry", true, {BYTES, 0, 32u, 32u, NULL}},
     {8, "components", true, {LIST, 0, 1u, 512u, &(const Type){STRUCT, L_Component, 0u, 0u, NULL}}},
+    {9, "seal", false, {BYTES, 0, 8u, 8u, NULL}},
 };
 static const Rule R_Manifest[] = {
     {"ascend", {"components", "group"}, "NOT_ASCENDING"},
@@ -597,7 +598,7 @@ static const Layout LAYOUTS[] = {
     {"Ticket", 0, false, F_Ticket, 4, NULL, 0},
     {"Content", 0, false, F_Content, 4, R_Content, 1},
     {"Axis", 0, false, F_Axis, 2, NULL, 0},
-    {"Manifest", 0, false, F_Manifest, 8, R_Manifest, 1},
+    {"Manifest", 0, false, F_Manifest, 9, R_Manifest, 1},
     {"Component", 0, false, F_Component, 6, R_Component, 1},
     {"KeptPage", 0, false, F_KeptPage, 2, NULL, 0},
     {"Hello", 1, true, F_Hello, 11, R_Hello, 4},

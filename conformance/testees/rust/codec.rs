@@ -1473,6 +1473,7 @@ mod facts {
             Field { id: 6, name: "page", required: true, kind: Kind::Uint, range: 1..=4294967295 },
             Field { id: 7, name: "geometry", required: true, kind: Kind::Bytes, range: 32..=32 },
             Field { id: 8, name: "components", required: true, kind: Kind::List(&Kind::Struct(&L_COMPONENT)), range: 1..=512 },
+            Field { id: 9, name: "seal", required: false, kind: Kind::Bytes, range: 8..=8 },
         ],
         rules: &[
             Rule { error: "NOT_ASCENDING", holds: Predicate::Ascend("components", Some("group")) },

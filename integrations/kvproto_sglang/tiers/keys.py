@@ -110,8 +110,9 @@ class Keys:
         return keys if page is not None else keys[-1] if keys else ""
 
     def seed(self, extra_key: str | None, cache_salt: str | None) -> str | None:
-        """The namespace of a request; None: that of all others."""
-        more = {name: value for name, value in (("adapter", extra_key), ("salt", cache_salt)) if value is not None}
+        """The namespace of a request; None: that of all others. An `extra_key` may be a user's, and is no digest."""
+        own = None if extra_key is None else f"sglang {extra_key}"
+        more = {name: value for name, value in (("adapter", own), ("salt", cache_salt)) if value is not None}
         return self._space_of(more).hex() if more else None
 
     def chain(self, keys: Sequence[str]) -> tuple[Chain, int] | None:

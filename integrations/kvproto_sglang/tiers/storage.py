@@ -88,7 +88,7 @@ class KvprotoTiers(base.HiCacheStorage):
         ahead = [group.name for group in geometry.groups if group.model]  # SGLang's drafts see the next token
         self._pages = StoredPages(
             pool, names_of(geometry), page=page, storage=self._settings.storage, most=self._settings.most, ahead=ahead,
-            durable=self._settings.durable,
+            durable=self._settings.durable, seal=self._settings.seal,
         )  # fmt: skip
         most = 4 * self._pools[_KV].page_num + (1 << 16)  # several times what its tree can hold
         KEYS.open(PageKeys(self._pages.space, page, most), self._pages.space_of)

@@ -124,7 +124,7 @@ class KvprotoTiers(base.KVConnectorBase_V1):
         self._keeping = Keeping(
             HostTiers(
                 pool, names_of(pool.geometry), page=self._page, host_bytes=settings.host_bytes,
-                storage=settings.storage, most=settings.most, ahead=ahead, durable=settings.durable,
+                storage=settings.storage, most=settings.most, ahead=ahead, durable=settings.durable, seal=settings.seal,
                 stream=torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
             ),
             settings,
