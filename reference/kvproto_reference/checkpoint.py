@@ -195,10 +195,11 @@ def shipped_head(form: str, target: Path) -> Path:
         if reads is not None and reads.form == form:
             if reads.target == own:
                 return folder
-            others.append(folder.name)
+            trained_for = folder.name.partition("-")[2]
+            others.append(f"{folder.name} ({'--real' if trained_for == 'smollm2' else f'--target {trained_for}'})")
     raise EngineError(
-        f"no {form} head of target {target} is shipped, only {', '.join(others)}: choose another draft, or give the"
-        " folder of a head"
+        f"no {form} head of target {target} is shipped, only {', '.join(others)}: choose another draft, or one of these"
+        " targets, or give the folder of a head"
     )
 
 

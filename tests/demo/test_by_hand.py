@@ -28,6 +28,7 @@ from tests.demo.test_demo import TEXT, demo, report
 from tests.discovery.members import running
 from tests.processes import Command
 
+WHERE = "(an engine that ended says why where it was started)"
 COMMANDS = {"prefill": prefill, "decode": decode}
 Start = Callable[..., Command]
 
@@ -299,7 +300,7 @@ def test_an_engine_that_does_not_run_is_named(start: Start, folder: Path) -> Non
     with pytest.raises(EngineError) as caught:
         router.wait_ready(0.5)
     prefill, decode = str(caught.value).removeprefix("not ready in 0.5 s: ").split("; ")
-    assert prefill == f"prefill-0 does not run: nothing listens at {folder}/prefill-0"
+    assert prefill == f"prefill-0 does not run: nothing listens at {folder}/prefill-0 {WHERE}"
     assert decode == "decode-0 runs, and no prefill engine answers it"
     router.close()
 

@@ -103,8 +103,11 @@ def test_a_rank_without_a_route_frees_its_pages(prompts: Path, models: dict[str,
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ("--decode-tp 2 --dcp 3", "DCP groups of 3 do not divide 2 TP ranks"),
-        ("--decode-tp 3 --dcp 3", "DCP needs as many heads on every rank: 3 ranks do not divide 4 heads"),
+        ("--decode-tp 2 --dcp 3", "DCP groups of 3 do not divide 2 TP ranks: choose another --dcp"),
+        (
+            "--decode-tp 3 --dcp 3",
+            "DCP needs as many heads on every rank: 3 ranks do not divide 4 heads: choose another TP size",
+        ),
         ("--dcp 0", "--dcp must be at least 1"),
         ("--prefill-dp 0", "must be at least 1"),
     ],

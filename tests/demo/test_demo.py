@@ -24,8 +24,10 @@ from kvproto.transport.bench import Constants, Measured, Sample
 from kvproto.transport.nixl.direct import Costs
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto_reference.demo.__main__ import main
+from kvproto_reference.demo.arguments import parse as parse_demo
 from kvproto_reference.demo.options import parse
 from kvproto_reference.engine.description import STATES, WINDOW
+from kvproto_reference.engine.sampling import SamplingParams
 from kvproto_reference.errors import EngineError
 from tests.cases import rest
 from tests.processes import JAX, Command, Ended, imported
@@ -114,6 +116,7 @@ def test_demo_as_in_the_readme() -> None:
     assert result.status == 0, result.said
     for line in ("P0 -> D0", "P1 -> D0", "decode rank 0 awaits 2 (P0, P1)", "24 of 24 equal", "nothing was lost"):
         assert line in result.out
+    assert "while prefill still computed" not in result.out
 
 
 @pytest.mark.parametrize("target", ["mla", "gqa"])
@@ -209,6 +212,15 @@ def test_a_hybrid_target(args: str, prompts: Path) -> None:
     assert len({*sent.values()}) == 1
 
 
+def test_the_tables_say_which_draft_one_engine_has_and_what_was_sent_early(prompts: Path) -> None:
+    sizes = ["--prompt-file", prompts, "--max-new", "8", "--prefill-tp", "1"]
+    result = demo("--cold-draft", "zero", "--part", "1", *sizes)
+    assert result.status == 0, result.said
+    words = " ".join(result.out.split())
+    assert "PD and one engine whose draft begins with zero rows too" in words
+    assert re.search(r"copied [\d,]+ bytes, [1-9][\d,]* of them while prefill still computed; the others took", words)
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_draft_that_prefill_lacks(framework: str, prompts: Path) -> None:
     """KVP-PLAN-COLD: with zero rows fewer proposals are accepted, as by one engine that begins so; tokens stay equal."""
@@ -229,6 +241,26 @@ def test_sampling(how: str, prompts: Path) -> None:
     told = right("--sampling", how, "--prompt-file", prompts, "--max-new", "24")
     if "stop" in how:
         assert any(request["text"].endswith("the") for request in told["requests"])
+
+
+def sampled(text: str) -> SamplingParams | None:
+    return parse_demo(["--sampling", text]).sampling
+
+
+def test_sampling_is_said_in_json_or_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """A value that is no JSON is a text; make passes such options on without quotes."""
+    said = sampled("temperature=0.8,top_p=0.9,stop=the,ignore_eos=true")
+    assert said == sampled('{"temperature": 0.8, "top_p": 0.9, "stop": "the", "ignore_eos": true}')
+    assert said == SamplingParams(temperature=0.8, top_p=0.9, stop="the", ignore_eos=True)
+    for wrong, says in (
+        ("{temperature:0.8}", "neither NAME=VALUE,... nor a JSON object"),
+        ("temperature", "'temperature' is no NAME=VALUE"),
+        ("temperature=hot", "temperature must be a number"),
+        ("topk=2", "sampling has no 'topk'"),
+    ):
+        with pytest.raises(SystemExit):
+            sampled(wrong)
+        assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -429,6 +461,18 @@ def test_missing_prompt_file_and_checkpoint(tmp_path: Path) -> None:
     assert result.status == 1
     assert f"checkpoint folder {tmp_path / 'none'} does not exist" in result.said
     assert "Traceback" not in result.said
+
+
+@pytest.mark.parametrize("page", [(), ("--overview",)], ids=["tables", "overview"])
+def test_nothing_is_compared_where_no_request_is_served(page: tuple[str, ...], tmp_path: Path) -> None:
+    """And no cell of a route says that bytes went; the demo fails all the same."""
+    path = bad_prompts(tmp_path, "Alice was beginning to get very tired")
+    result = demo("--prompt-file", path, "--pages", "1", "--max-new", "4", "--prefill-tp", "1", *page)
+    assert result.status == 1
+    assert re.search("prompt 1:? failed", result.out)
+    assert len(re.findall(r"(checksums|tokens|acceptance):? +nothing compared", result.out)) == 3
+    assert "DIFFER" not in result.out
+    assert "in Done" not in result.out
 
 
 def test_prompt_too_long_for_the_pools_leaves_the_others_alone(tmp_path: Path) -> None:

@@ -348,6 +348,7 @@ def test_a_map_that_names_a_token_twice(folders: dict[str, Path], head: Fixed, t
         ("prefill", "--cp 2 --draft-sharded", "leave --draft-sharded out"),
         ("prefill", "--target gqa-of-mine", "gqa-of-mine does not exist"),
         ("prefill", "--target {draft}", "no eagle3 head of target .* is shipped, only .*: choose another draft"),
+        ("prefill", "--draft mtp", r"only mtp-small \(--target small\), mtp-smollm2 \(--real\): choose another"),
         ("prefill", "--draft {draft} --target gqa", "was trained for the target"),
     ],
 )

@@ -97,7 +97,7 @@ def run(options: DemoOptions, console: Console) -> int:
     elif options.overview:
         show_page(console, options, router, compared, verdicts, tokenizer, clock.seconds)
     else:
-        show(console, router, compared, verdicts, options.verify)
+        show(console, router, compared, verdicts, options.verify, options.cold_draft == "zero")
     return 0 if all(verdicts.values()) else 1
 
 
@@ -185,7 +185,8 @@ def _stream(
     if options.json:
         yield lambda request: None
     elif options.overview and not console.is_terminal:
-        yield lambda request: console.print(f"{request.prompt.name} is answered") if request.over else None
+        ended = {True: "is answered", False: "failed"}
+        yield lambda r: console.print(f"{r.prompt.name} {ended[r.error is None]}") if r.over else None
     elif console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=options.overview) as live:
             yield lambda request: live.update(_continuations(router, tokenizer), refresh=True)

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -196,9 +197,10 @@ def _add_prompts(add: Callable[..., object]) -> None:
     """Add the options of prompts and of sampling."""
     add("--prompt-file", type=Path, help="prompts separated by blank lines")
     add("--chat", action="store_true", help="treat each prompt as a user's message, in the model's chat template")
-    how = """how to sample all prompts, such as '{"temperature": 0.8, "top_p": 0.9, "stop": ["."]}'; also seed, top_k,
-        repetition, presence, frequency, ignore_eos and logprobs (default: greedy, but one prompt)"""
-    add("--sampling", type=_sampling, metavar="JSON", help=how)
+    how = """how to sample all prompts, such as temperature=0.8,top_p=0.9 or in JSON '{"temperature": 0.8, "stop":
+        [",", "."]}'; also seed, top_k, repetition, presence, frequency, ignore_eos and logprobs (default: greedy, but
+        one prompt)"""
+    add("--sampling", type=_sampling, metavar="NAME=VALUE,...", help=how)
     add("--images", action="store_true", help="prompts with images, for which an encoder engine hands rows to prefill")
     add("--encoder-tp", type=int, default=2, help="tensor-parallel ranks of the encoder, with --images (default 2)")
     add("--encoder-seed", type=int, default=0, help="seed of its weights; prefill expects 0, and refuses any other")
@@ -208,15 +210,24 @@ def _add_prompts(add: Callable[..., object]) -> None:
 
 def _sampling(text: str) -> SamplingParams:
     try:
-        said = json.loads(text)
+        said = json.loads(text) if text.startswith("{") else dict(_pair(pair) for pair in text.split(","))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
-    if not isinstance(said, dict):
-        raise argparse.ArgumentTypeError("a JSON object is needed")
+        raise argparse.ArgumentTypeError(f"neither NAME=VALUE,... nor a JSON object: {error}") from None
     try:
         return SamplingParams.of(said)
     except EngineError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    """The name and the value of NAME=VALUE, which is a text if it is no JSON; raises ValueError."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"{text!r} is no NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 REAL = {

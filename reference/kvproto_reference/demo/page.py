@@ -16,7 +16,7 @@ from ..models import ModelConfig
 from ..tokenizer import Tokenizer
 from .arguments import DemoOptions
 from .options import checkpoint_folder, draft_folder
-from .report import WORDS, Compared, matrix
+from .report import NOTHING, Compared, matrix, words_of
 from .router import Request, Router
 
 
@@ -43,7 +43,7 @@ def show_page(
     console.print(f"\n[bold]{escape(name)}[/bold], {target.layers} layers, {target.dtype}; {draft}\n")
     console.print(_engines(options, router, compared))
     console.print(_answers(compared, tokenizer))
-    for line in _proof(compared, verdicts, options.verify):
+    for line in _proof(compared, verdicts, options.verify, options.cold_draft == "zero"):
         console.print(line)
     if options.picture:
         return
@@ -159,8 +159,9 @@ def _a_step(compared: list[Compared]) -> str:
     return f"{sum(stats['decoded'] for stats in found) / max(sum(stats['steps'] for stats in found), 1):.2f}"
 
 
-def _proof(compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> list[str]:
-    """A line for each verdict, and one for all of them."""
+def _proof(compared: list[Compared], verdicts: dict[str, bool], verify: bool, cold: bool) -> list[str]:
+    """A line for each verdict, and one for all of them; `cold`: one engine's draft began with zero rows too."""
+    often = "as often as by one engine with a cold draft" if cold else "as often"
     count = sum(len(c.tokens) for c in compared)
     equal = sum(m == o for c in compared for m, o in zip(c.request.tokens, c.tokens, strict=False))
     sums, due = sum(c.checksums for c in compared), sum(c.due for c in compared)
@@ -168,12 +169,13 @@ def _proof(compared: list[Compared], verdicts: dict[str, bool], verify: bool) ->
         "requests": f"{sum(c.request.error is None for c in compared)} of {len(compared)} prompts were answered",
         "tokens": f"{equal:,} of {count:,} tokens are those that one undivided engine writes",
         "checksums": f"{sums} of {due} checksums of what arrived equal those of what was sent",
-        "acceptance": f"the draft's proposals were accepted as often: {_a_step(compared)} tokens a step",
+        "acceptance": f"the draft's proposals were accepted {often}: {_a_step(compared)} tokens a step",
     }
     lines = []
     for name, good in verdicts.items():
         if name != "checksums" or verify:
-            sentence = says.get(name) or f"{name}: {WORDS[name][good]}"
+            told = words_of(name, good, compared)
+            sentence = f"{name}: {told}" if told == NOTHING or name not in says else says[name]
             lines.append(f"{'[green]✓' if good else '[red]✗'}[/] {sentence}")
     good = all(verdicts.values())
     return [*lines, "[bold green]nothing was lost" if good else "[bold red]NOT as one undivided engine"]

@@ -393,7 +393,9 @@ class EngineProcess:
             self.kept.check_room(tokens)
         need, room = max(shard.pages(tokens) for shard in self.shards), self.options.pages
         if need > room:
-            raise EngineError(f"{tokens} tokens need {need} pages, the pools have {room}")
+            raise EngineError(
+                f"{tokens} tokens need {need} pages, the pools have {room}: raise --pages, or ask for less"
+            )
 
     def rest(self) -> None:
         """Wait until all device work has completed, so that nothing uses pages any more."""

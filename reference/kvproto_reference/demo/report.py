@@ -158,6 +158,7 @@ def as_json(
     }
 
 
+NOTHING = "[red]nothing compared"
 _AGREE = {True: "[green]agree", False: "[red]DIFFER"}
 WORDS = {
     "requests": {True: "[green]all served", False: "[red]FAILED"},
@@ -177,8 +178,19 @@ WORDS = {
 """Words for a verdict, by its name; those not listed here say whether both sides agree."""
 
 
-def show(console: Console, router: Router, compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> None:
-    """Print the results as tables."""
+def words_of(name: str, good: bool, compared: list[Compared]) -> str:
+    """The words for a verdict: what it says, or that there was nothing to compare because no request was served."""
+    served = any(c.request.error is None for c in compared)
+    refused = name == "checksums" and any("VERIFY_FAILED" in (c.request.error or "") for c in compared)
+    if name in ("checksums", "tokens", "acceptance") and not served and not refused:
+        return NOTHING
+    return WORDS.get(name, _AGREE)[good]
+
+
+def show(
+    console: Console, router: Router, compared: list[Compared], verdicts: dict[str, bool], verify: bool, cold: bool
+) -> None:
+    """Print the results as tables; `cold`: the draft of the undivided engine began with zero rows too."""
     console.print(_routes(router))
     if rows := _rows(router):
         console.print(_encoded(rows))
@@ -190,12 +202,9 @@ def show(console: Console, router: Router, compared: list[Compared], verdicts: d
     console.print(f"KV bytes of a token on a decode rank: {stored}", highlight=False)
     if states := ", ".join(f"{name} {count:,.0f}" for name, count in router.plan["states"].items()):
         console.print(f"bytes of a request's states on a decode rank: {states}", highlight=False)
-    copies = [s["seconds"] for s in router.sent]
-    total = sum(sum(s["bytes"].values()) for s in router.sent)
-    if copies:
-        console.print(f"copied {total:,} bytes in {len(copies)} programs, {1000 * sum(copies):.1f} ms in all")
-        console.print(f"of them {_left(router):,} bytes were left when prefill was over\n")
-    console.print(_requests(router, compared))
+    if router.sent:
+        console.print(_copied(router) + "\n")
+    console.print(_requests(router, compared, cold))
     equal, due = (sum(counts) for counts in zip(*((c.checksums, c.due) for c in compared), strict=True))
     if ways := sum((c.request.stats or {}).get("gave_way", 0) for c in compared):
         console.print(f"requests gave way to older ones {ways} times, and were computed again by decode")
@@ -204,9 +213,18 @@ def show(console: Console, router: Router, compared: list[Compared], verdicts: d
         console.print(f"acceptance of {tied} requests is not compared, as rounding made their tokens differ")
     for name, good in verdicts.items():
         if name != "checksums" or verify:
-            console.print(f"  {name:<11} {WORDS.get(name, _AGREE)[good]}")
+            console.print(f"  {name:<11} {words_of(name, good, compared)}")
     good = all(verdicts.values())
     console.print("[bold green]nothing was lost" if good else "[bold red]NOT as one undivided engine: see above")
+
+
+def _copied(router: Router) -> str:
+    """What was copied; a time is that of the rows that were left when prefill was over."""
+    total, left = sum(sum(s["bytes"].values()) for s in router.sent), _left(router)
+    spent = f"{1000 * sum(s['seconds'] for s in router.sent):.1f} ms in all"
+    if left == total:
+        return f"copied {total:,} bytes in {len(router.sent)} programs, {spent}"
+    return f"copied {total:,} bytes, {total - left:,} of them while prefill still computed; the others took {spent}"
 
 
 def _left(router: Router) -> int:
@@ -269,6 +287,7 @@ def _routes(router: Router) -> Table:
     }
     moved = matrix(router)
     carried = {g for _, _, g in moved}
+    arrived = {request.replicas for request in router.requests if request.arrived}
     caption = "P1.0: rank 0 of prefill replica 1" if router.several else None
     table = Table(title="routes: who sends which group, bytes in all, to whom", title_justify="left", caption=caption)
     table.add_column("from -> to")
@@ -278,7 +297,8 @@ def _routes(router: Router) -> Table:
     for s, d in sorted({(s, d) for s, d, _ in routes}):
         cells = []
         for g in groups:
-            shown = f"{moved.get((s, d, g), 0):,}" if g in carried else "in Done"
+            copied = g in carried or (s[0], d[0]) not in arrived
+            shown = f"{moved.get((s, d, g), 0):,}" if copied else "in Done"
             cells.append(shown if (s, d, g) in routes else "-")
         flags = " ".join(str(int((s, d, g) in routes)) for g in groups)
         names = (".".join(map(str, place[not router.several :])) for place in (s, d))
@@ -286,8 +306,10 @@ def _routes(router: Router) -> Table:
     return table
 
 
-def _requests(router: Router, compared: list[Compared]) -> Table:
+def _requests(router: Router, compared: list[Compared], cold: bool) -> Table:
     caption = "wait: Transfer to last Done, prefill included; accept: tokens per target step, PD and one engine"
+    if cold:
+        caption += " whose draft begins with zero rows too"
     if any(c.rounded for c in compared):
         caption += f"; tied: each token is within {TIED:g} errors of rounding of the best logit"
     table = Table(title="requests", title_justify="left", caption=caption)

@@ -109,7 +109,7 @@ class EngineLine:
     """Whether it takes requests."""
     sources: frozenset[int] = frozenset()
     """For decode, the prefill replicas that answer it."""
-    said: str = "does not run: nothing listens at {path}"
+    said: str = "does not run: nothing listens at {path} (an engine that ended says why where it was started)"
     """The reason why it is not ready."""
 
 

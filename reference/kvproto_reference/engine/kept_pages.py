@@ -124,7 +124,8 @@ class KeptPages:
         """Raise EngineError for a request that the pools can never hold."""
         need, room = -(-rows // self.unit), self._all[0].device.slots.count
         if need > room:
-            raise EngineError(f"{rows} tokens need {need} pages of {self.unit} tokens, the pools have {room}")
+            many = f"{rows} tokens need {need} pages of {self.unit} tokens"
+            raise EngineError(f"{many}, the pools have {room}: raise --pages, or ask for less")
 
     def begin(self, id: str, sequence: TokenSequence, count: int) -> None:
         """Start looking up pages of the first `count` tokens of a prompt in storage, in threads."""

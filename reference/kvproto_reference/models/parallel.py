@@ -85,7 +85,7 @@ class TensorParallel:
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise EngineError(f"TP rank {self.rank} is outside a group of {self.size}")
         if self.dcp < 1 or self.size % self.dcp:
-            raise EngineError(f"DCP groups of {self.dcp} do not divide {self.size} TP ranks")
+            raise EngineError(f"DCP groups of {self.dcp} do not divide {self.size} TP ranks: choose another --dcp")
 
     @property
     def cp_rank(self) -> int:
@@ -138,7 +138,10 @@ def check_split(config: ModelConfig, size: int, dcp: int = 1) -> None:
     In DCP groups, also if ranks have unequal numbers of heads, as queries and outputs are exchanged in equal pieces.
     """
     if dcp > 1 and config.heads % size:
-        raise EngineError(f"DCP needs as many heads on every rank: {size} ranks do not divide {config.heads} heads")
+        raise EngineError(
+            f"DCP needs as many heads on every rank: {size} ranks do not divide {config.heads} heads: choose another TP"
+            " size, or --dcp 1"
+        )
     widths = {"heads": config.heads, "ffn": config.ffn}
     if config.delta is not None:
         widths["delta.value_heads"] = config.delta.value_heads
@@ -147,7 +150,7 @@ def check_split(config: ModelConfig, size: int, dcp: int = 1) -> None:
         widths["moe.shared_ffn"] = config.moe.shared_ffn or size
     for name, count in widths.items():
         if count < size:
-            raise EngineError(f"{name} {count} are too few for TP {size}")
+            raise EngineError(f"{name} {count} are too few for TP {size}: choose a smaller size")
 
 
 def kv_head_range(config: ModelConfig, tp: TensorParallel) -> tuple[int, int]:
