@@ -115,7 +115,7 @@ def test_a_request_that_no_pool_can_hold_fails_once(pair: tuple[Router, Engines]
     router.collect(lambda request: news.append((request.prompt.name, request.error)))
     (failed,) = [error for name, error in news if name == "long"]
     assert failed is not None
-    assert "the pools have 9: raise --pages, or ask for less" in failed
+    assert "the pools have 16: raise --pages, or ask for less" in failed
     assert router.requests[1].error is None
     assert len(router.requests[1].tokens) == NEW
 
