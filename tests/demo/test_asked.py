@@ -1,4 +1,4 @@
-"""The commands of the page of reviewers' questions."""
+"""The commands of the page of reviewers' questions, and of the demo's own."""
 
 import re
 import shlex
@@ -9,11 +9,12 @@ import pytest
 from kvproto_reference.demo.arguments import check, parse
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "asked.md").read_text()
+PAGE, OF_THE_DEMO = ((ROOT / "docs" / name).read_text() for name in ("asked.md", "demo.md"))
 
 
-@pytest.mark.parametrize("args", re.findall(r'make demo ARGS="(.*?)"', PAGE))
+@pytest.mark.parametrize("args", re.findall(r'make demo ARGS="(.*?)"', PAGE + OF_THE_DEMO))
 def test_demos_take_their_options(args: str) -> None:
+    """As the shell splits what make passes on."""
     check(parse(shlex.split(args)))
 
 

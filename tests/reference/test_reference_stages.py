@@ -130,10 +130,10 @@ def test_a_stage_reads_the_weights_of_its_layers_alone(target: str, models: Fold
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        (Layout(pp=5), "5 pipeline stages with 1 chunks each are too many for 4 layers"),
+        (Layout(pp=5), "5 pipeline stages with 1 chunks each are too many for 4 layers: lower --pp or --virtual"),
         (Layout(pp=2, virtual=3), "2 pipeline stages with 3 chunks each are too many for 4 layers"),
-        (Layout(tp=2, draft_tp=3), "--draft-tp 3 is more than the 2 ranks of a pipeline stage"),
-        (Layout(tp=2, dcp=2, draft_tp=2, draft_sharded=True), "not over those of --draft-tp"),
+        (Layout(tp=2, draft_tp=3), "--draft-tp 3 is more than the 2 ranks of a pipeline stage: lower it"),
+        (Layout(tp=2, dcp=2, draft_tp=2, draft_sharded=True), "not over those of --draft-tp: leave one of them out"),
         (Layout(pp=2, cp=2, draft_sharded=True), "--draft-sharded with --cp needs --pp 1"),
     ],
 )

@@ -219,7 +219,7 @@ def show(
 
 
 def _copied(router: Router) -> str:
-    """What was copied; a time is that of the rows that were left when prefill was over."""
+    """Line of what was copied; its time is that of the rows that were left when prefill was over."""
     total, left = sum(sum(s["bytes"].values()) for s in router.sent), _left(router)
     spent = f"{1000 * sum(s['seconds'] for s in router.sent):.1f} ms in all"
     if left == total:

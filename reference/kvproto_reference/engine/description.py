@@ -109,15 +109,16 @@ class Layout:
         for wrong, says in (
             (
                 chunks > layers,
-                f"{self.pp} pipeline stages with {self.virtual} chunks each are too many for {layers} layers",
+                f"{self.pp} pipeline stages with {self.virtual} chunks each are too many for {layers} layers:"
+                " lower --pp or --virtual",
             ),
             (
                 self.holders(1) > self.stage,
-                f"--draft-tp {self.draft_tp} is more than the {self.stage} ranks of a pipeline stage",
+                f"--draft-tp {self.draft_tp} is more than the {self.stage} ranks of a pipeline stage: lower it",
             ),
             (
                 self.draft_sharded and self.draft_tp,
-                "--draft-sharded deals the draft over all ranks, not over those of --draft-tp",
+                "--draft-sharded deals the draft over all ranks, not over those of --draft-tp: leave one of them out",
             ),
             (
                 self.draft_sharded and self.cp > 1 and self.pp > 1,
