@@ -1,6 +1,8 @@
 """Engines started by hand, one in each terminal."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -303,6 +305,26 @@ def test_an_engine_that_does_not_run_is_named(start: Start, folder: Path) -> Non
     assert prefill == f"prefill-0 does not run: nothing listens at {folder}/prefill-0 {WHERE}"
     assert decode == "decode-0 runs, and no prefill engine answers it"
     router.close()
+
+
+def test_an_engine_that_a_library_keeps_from_being_interrupted_ends_quietly(capfd: pytest.CaptureFixture[str]) -> None:
+    """As when it reads weights: what is raised out of the signal's handler comes back as another error."""
+    begun, begins = os.pipe()
+
+    def main(_: list[str]) -> int:
+        try:
+            os.write(begins, b"1")
+            signal.pause()
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None
+        return 0
+
+    with Engines() as engines:
+        engines.start("prefill-0", main, [])
+        os.read(begun, 1)
+        engines.signal("prefill-0", signal.SIGINT)
+    assert engines.exit_status("prefill-0") == 130
+    assert capfd.readouterr().err == ""
 
 
 def test_a_host_that_is_not_known_is_named() -> None:

@@ -87,13 +87,21 @@ class Engines:
 
 
 def _engine(main: Main, options: list[str], parent: int, namespace: str | None) -> None:
+    told = []
+
+    def interrupted(number: int, _: object) -> None:
+        told.append(number)  # a library that is called meanwhile may raise an error of its own in place of this one
+        raise KeyboardInterrupt
+
     try:
         if namespace is not None:
             enter(namespace)
-        for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, interrupted)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         release_signals()
         end_with(parent)
         sys.exit(main(options))
-    except KeyboardInterrupt:  # it had not begun to serve
-        sys.exit(130)
+    except (KeyboardInterrupt, Exception):
+        if not told:
+            raise
+        sys.exit(130)  # it had not begun to serve
