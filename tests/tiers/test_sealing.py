@@ -287,7 +287,7 @@ def test_tiers_seal_what_they_store(tmp_path: Path, keys: Path) -> None:
     stored.close()
 
 
-@pytest.mark.parametrize(("text", "mode"), [("", 0o600), ("zz", 0o600), ("00" * 31, 0o600), ("00" * 32, 0o644)])
+@pytest.mark.parametrize(("text", "mode"), [("", 0o600), ("not hex", 0o600), ("00" * 31, 0o600), ("00" * 32, 0o644)])
 def test_keys_that_cannot_be(keys: Path, text: str, mode: int) -> None:
     keys.write_text(text)
     keys.chmod(mode)
