@@ -77,7 +77,10 @@ def test_the_shipped_heads_of_a_target(tmp_path: Path) -> None:
     small = checkpoint.CHECKPOINTS / "target-small"
     assert [checkpoint.shipped_head(form, small).name for form in ("eagle3", "mtp")] == ["eagle-small", "mtp-small"]
     checkpoint.save(tmp_path, checkpoint.load(TARGETS[0]))
-    with pytest.raises(EngineError, match=r"no mtp head of target .*, only mtp-small \(--target small\), mtp-smollm2 \(--real\): choose"):
+    with pytest.raises(
+        EngineError,
+        match=r"no mtp head of target .*, only mtp-small \(--target small\), mtp-smollm2 \(--real\): choose",
+    ):
         checkpoint.shipped_head("mtp", tmp_path)
 
 
