@@ -118,7 +118,7 @@ class Scheduler:
         self._part_bytes, self._first_part_ratio = part_bytes, first_part_ratio
 
     def steps(self, send: Send) -> list[CopyStep]:
-        """The parts to hand over now; sets its `failure` if the request does not have what was asked for."""
+        """The parts to hand over now; sets the send's `failure` if the request lacks rows that were asked for."""
         if send.stream is not None:
             return []
         if send.prefill.finished is not None and send.attempt.whole:

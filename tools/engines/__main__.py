@@ -8,6 +8,7 @@ a case that a package cannot run here says why, and counts as a difference. Back
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -87,6 +88,13 @@ class Part:
     lines: Callable[[], Iterable[list[str]]]
 
 
+def _taken(queue: deque[Part]) -> Iterator[Part]:
+    """Yield the parts of a queue from which another thread takes parts too."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield queue.popleft()
+
+
 def run(*queues: deque[Part]) -> list[str]:
     """Run parts of these queues, the first queue before the next, and print each part when it ends; what differs.
 
@@ -94,8 +102,8 @@ def run(*queues: deque[Part]) -> list[str]:
     """
     wrong = []
     for queue in queues:
-        while queue:
-            part, begun = queue.popleft(), time.monotonic()
+        for part in _taken(queue):
+            begun = time.monotonic()
             lines = list(part.lines())
             text = "\n".join(line for each in lines for line in each)
             print(f"== {part.title}: {time.monotonic() - begun:.0f} s\n{text}", flush=True)

@@ -68,7 +68,7 @@ class Service:
         self._thread.start()
 
     def ask(self, prompt: Prompt, max_new: int) -> Generator[Told, None, None]:
-        """The tokens of an answer, some at a time, each with what was asked of it; raises EngineError if it is lost."""
+        """The tokens of an answer, some at a time; raises EngineError if it is lost, or one too many."""
         if self.failure or self.under_way >= self._most:
             raise EngineError(self.failure or f"{self._most} requests are under way: ask again later")
         answer = Answer(Request(next(self._numbers), prompt, max_new))
