@@ -74,9 +74,9 @@ class Handle(Generic[Result]):
                 return
         self._rank._driver.later(lambda: call(self), wake=True)
 
-    def _post(self, work: Callable[[], None], *, wait: bool = True) -> None:
-        """Run `work` on the node unless the request has ended; with `wait` in this thread, if the node is free."""
-        post = self._rank._driver.post if wait else self._rank._driver.leave
+    def _post(self, work: Callable[[], None], *, at_once: bool = True) -> None:
+        """Run `work` on the node unless the request has ended; `at_once` in this thread if the node is free."""
+        post = self._rank._driver.post if at_once else self._rank._driver.leave
         post(lambda: None if self.done else work(), self._failed)
 
     def _failed(self, error: Exception) -> None:

@@ -9,8 +9,8 @@
 """
 
 from kvproto.session.descriptions import Party, new_incarnation
+from kvproto.session.registering import Registration
 from kvproto.session.sink_endpoint import Exposed, SinkEndpoint
 from kvproto.session.source_endpoint import SourceEndpoint
-from kvproto.session.stream import Registration
 
 __all__ = ["Exposed", "Party", "Registration", "SinkEndpoint", "SourceEndpoint", "new_incarnation"]

@@ -1,15 +1,15 @@
 """The sessions of one rank, for both roles; connections are opaque keys, and time comes in as `now`."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
-from kvproto.errors import RemoteError
+from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Event, ProtocolError
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.session.descriptions import Described, Party, Stated
 from kvproto.session.error_fields import refusal
 from kvproto.session.plan_cache import Plans
-from kvproto.session.records import Counters
+from kvproto.session.records import Counters, SourceAttempt
 from kvproto.session.timers import Timers
 from kvproto.wire import encode
 from kvproto.wire import messages as m
@@ -30,6 +30,25 @@ class EndpointCalls(Protocol):
 
     def unmap_memory(self, session: Any, epoch: int) -> None:
         """Unmap an epoch that the peer wants back and nothing uses, and then report it as unmapped."""
+
+
+class SourceCalls(EndpointCalls, Protocol):
+    """The calls that a source endpoint makes on the rank that drives it; `request` is the engine's own record."""
+
+    def request_changed(self, request: Any) -> None:
+        """Note that a transfer of a request has come, was granted more, or is not wanted any more."""
+
+    def transfer_due(self, attempt: SourceAttempt) -> None:
+        """Copy the rows of a transfer whose items are all granted, as prefill is over."""
+
+    def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
+        """Note that a sink rank has read `count` bytes of what it was offered; 0 if it gave up reading."""
+
+    def request_released(self, request: Any, routed: tuple[int, ...], lost: Mapping[int, KvprotoError]) -> None:
+        """Note that no sink rank needs a request; `lost` says why some may not have it, by rank (KVP-TRN-DUMMY)."""
+
+    def request_expired(self, request: Any) -> None:
+        """Note that the deadline passed before every sink rank had the request (KVP-TKT-DEADLINE)."""
 
 
 class Endpoint:

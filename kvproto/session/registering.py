@@ -6,7 +6,7 @@ memory, and only then answers. More than one epoch needs the feature EPOCHS.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import sha256
 from itertools import zip_longest
@@ -16,6 +16,7 @@ import attrs
 import msgpack
 
 from kvproto.copying.columns import Overlaps, check_columns
+from kvproto.copying.streams import Receiver
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import ProtocolError
 from kvproto.session import limits
@@ -38,6 +39,15 @@ def attestation_of(session: Session, access: Access) -> bytes:
 
 
 # The owner
+
+
+@attrs.frozen
+class Registration:
+    """The memory that a sink registers with one source rank."""
+
+    regions: tuple[m.Region, ...] = attrs.field(repr=False)
+    readers: Mapping[int, Receiver] = {}
+    """The readers of the source's streams, by transport, for transports that do not write the pages themselves."""
 
 
 class Owner(Extension):

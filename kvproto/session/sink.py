@@ -19,9 +19,9 @@ from kvproto.session.negotiation import LIMITS, Terms, check_features, check_ver
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull
 from kvproto.session.push import Delivery, DoneHandler, SinkPush
-from kvproto.session.registering import Holder, Owner
+from kvproto.session.registering import Holder, Owner, Registration
 from kvproto.session.staged import SinkStaged
-from kvproto.session.stream import Pieces, Registration
+from kvproto.session.stream import Pieces
 from kvproto.session.table import SessionState
 from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m

@@ -25,9 +25,8 @@ from kvproto.session.intent import useful
 from kvproto.session.pull import SinkPull
 from kvproto.session.push import SinkPush, Unpacker, check_outcome
 from kvproto.session.records import SinkAttempt, SinkTransfer
-from kvproto.session.registering import Holder
+from kvproto.session.registering import Holder, Registration
 from kvproto.session.sink import SinkSession
-from kvproto.session.stream import Registration
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.timers import SharedTimers, Timer, Timers
 from kvproto.wire import decode, encode

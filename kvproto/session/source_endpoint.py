@@ -10,14 +10,14 @@ from kvproto.events import Refused
 from kvproto.planning.geometry import Geometry
 from kvproto.session.catalogue import Catalogue, Changes, SourceCatalogue
 from kvproto.session.descriptions import Party, Stated
-from kvproto.session.endpoint import Endpoint
+from kvproto.session.endpoint import Endpoint, SourceCalls
 from kvproto.session.error_fields import refusal
 from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS
 from kvproto.session.negotiation import LIMITS, Terms, negotiate
 from kvproto.session.records import Answer, SourceAttempt
 from kvproto.session.source import SourceSession
 from kvproto.session.table import SessionState
-from kvproto.session.tickets import SourceCalls, Tickets
+from kvproto.session.tickets import Tickets
 from kvproto.session.transfers import changed
 from kvproto.wire import decode, encode
 from kvproto.wire import messages as m

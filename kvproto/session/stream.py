@@ -26,15 +26,6 @@ class StreamWriter(Protocol):
         """Fail streams under way, whose bytes may be lost; withdraw all credit (KVP-STG-RESUMED, KVP-INL-RESUMED)."""
 
 
-@attrs.frozen
-class Registration:
-    """The memory that a sink registers with one source rank."""
-
-    regions: tuple[m.Region, ...] = attrs.field(repr=False)
-    readers: Mapping[int, Receiver] = {}
-    """The readers of the source's streams, by transport, for transports that do not write the pages themselves."""
-
-
 class Credits(Extension):
     """The source's half of Credit, each of which is for the streams into one epoch."""
 

@@ -8,7 +8,7 @@ a frame does not grow with the number of waiting Transfers.
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -18,7 +18,7 @@ from kvproto.events import Declined, Unwanted
 from kvproto.planning.kinds import KINDS, NO_AXES, axis_of, length_of
 from kvproto.session import limits
 from kvproto.session.descriptions import Described
-from kvproto.session.endpoint import EndpointCalls
+from kvproto.session.endpoint import SourceCalls
 from kvproto.session.error_fields import mismatch
 from kvproto.session.records import SourceAttempt
 from kvproto.session.table import TransferState
@@ -29,25 +29,6 @@ from kvproto.wire.enums import ErrorCode, RequestState
 _GONE = "begin there, or allow the window to begin late"
 _UNGRANTED = "the ticket's deadline passed before the sink had granted all items: make a new ticket"
 _LATE = "the ticket's deadline passed before prefill was finished: make a new ticket"
-
-
-class SourceCalls(EndpointCalls, Protocol):
-    """The calls that a source endpoint makes on the rank that drives it; `request` is the engine's own record."""
-
-    def request_changed(self, request: Any) -> None:
-        """Note that a transfer of a request has come, was granted more, or is not wanted any more."""
-
-    def transfer_due(self, attempt: SourceAttempt) -> None:
-        """Copy the rows of a transfer whose items are all granted, as prefill is over."""
-
-    def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
-        """Note that a sink rank has read `count` bytes of what it was offered; 0 if it gave up reading."""
-
-    def request_released(self, request: Any, routed: tuple[int, ...], lost: Mapping[int, KvprotoError]) -> None:
-        """Note that no sink rank needs a request; `lost` says why some may not have it, by rank (KVP-TRN-DUMMY)."""
-
-    def request_expired(self, request: Any) -> None:
-        """Note that the deadline passed before every sink rank had the request (KVP-TKT-DEADLINE)."""
 
 
 @attrs.define(eq=False)

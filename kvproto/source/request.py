@@ -108,7 +108,7 @@ class Request(Handle[Over]):
         self._tables.record(stated)
         self._ends |= dict.fromkeys(reported, tokens)
         computed = Computed(stated.items, tokens, span, model, after, stated.since)
-        self._post(lambda: self._calls.computed(self, computed), wait=False)
+        self._post(lambda: self._calls.computed(self, computed), at_once=False)
 
     def finish(
         self,
@@ -147,7 +147,7 @@ class Request(Handle[Over]):
             prefilled = attrs.evolve(prefilled, guarded=guarded)
         # a large request is left to the I/O thread, so that its copy does not hold up the engine
         small = end * self.pool.token_bytes <= _AT_ONCE
-        self._post(lambda: self._calls.finish(self, prefilled), wait=small)
+        self._post(lambda: self._calls.finish(self, prefilled), at_once=small)
 
     def fail(self, reason: str | KvprotoError) -> None:
         """Report that this request cannot be produced; sinks that wait for it receive the reason."""
