@@ -667,15 +667,25 @@ def hicache() -> Rows:
         yield contender, f"{first:,.0f}", f"{100 * found:.0f} %", *(f"{each:,.0f}" if each else "" for each in moved)
 
 
-@table("tiers", "vllm on a GPU", "first token of a prompt, ms | vLLM's own tier in the host's memory | kvproto, files")
+@table("tiers", "vllm on a GPU", "first token, ms | vLLM's own files | kvproto, files | kvproto, packs")
 def vllm_on_a_gpu() -> Rows:
-    """Medians; of the two tiers vLLM's has no storage here."""
-    kept = results("tiers_engines_gpu_vllm")
-    own, ours = kept["vLLM's host"], kept["kvproto, files"]
+    yield from _first_tokens("tiers_engines_gpu_vllm", ("vLLM's files", "kvproto, files", "kvproto, packs"))
+
+
+@table("tiers", "sglang on a GPU", "first token, ms | HiCache's files | kvproto, files | kvproto, packs")
+def sglang_on_a_gpu() -> Rows:
+    yield from _first_tokens("tiers_engines_gpu_sglang", ("HiCache's files", "kvproto, files", "kvproto, packs"))
+
+
+def _first_tokens(name: str, contenders: tuple[str, ...]) -> Rows:
+    """Medians: of prompts one by one, and of eight at once."""
+    kept = results(name)
     places = {"device": "from the device", "host": "from the host", "storage": "from storage, by a fresh engine"}
-    for name, title in ({"computed": "computed"} | places).items():
-        found = [of.get(f"{name}, one") for of in (own, ours)]
-        yield title, *(f"{1e3 * median(seconds):.0f}" if seconds else "" for seconds in found)
+    for place, title in ({"computed": "computed"} | places).items():
+        for key, more in (("one", ""), ("all", ", eight at once")):
+            found = [kept[of].get(f"{place}, {key}") for of in contenders]
+            if any(found):
+                yield title + more, *(f"{1e3 * median(seconds):.0f}" if seconds else "" for seconds in found)
 
 
 def written(text: str, page: str) -> str:

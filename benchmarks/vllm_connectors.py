@@ -117,6 +117,16 @@ class Worker:
         found = torch.stack(sums).cpu()
         return list(found.shape), found.numpy().tobytes()
 
+    def rows(self, blocks: list[int]) -> tuple[list[int], bytes]:
+        """Bytes of these blocks, their tokens one after the other: [layer, head, token, byte]."""
+        found = []
+        for cache in _CACHES.values():
+            taken = cache[torch.tensor(blocks, device=cache.device)]
+            taken = (taken if taken.dim() == 4 else taken.unsqueeze(1)).transpose(0, 1).contiguous()
+            found.append(taken.flatten(1, 2).view(torch.uint8).cpu())
+        rows = torch.stack(found)
+        return list(rows.shape), rows.numpy().tobytes()
+
     @staticmethod
     def _sums(cache: torch.Tensor, blocks: list[int]) -> torch.Tensor:
         taken = cache[torch.tensor(blocks, device=cache.device)].contiguous()

@@ -71,6 +71,7 @@ LEFT_OUT = {
     "transfer_many": GPUS,
     "transfer_shapes": GPUS,
     "verify_gpu": GPUS,
+    "vllm_convert_gpu": VLLM,
     "vllm_cpu": VLLM,
     "vllm_gpu": VLLM,
     "vllm_handover": VLLM,
