@@ -76,7 +76,7 @@ def engines(name: str, models: dict[str, Path], logs: Path, folder: str, small: 
 
 
 def wrong(told: dict[str, Any]) -> list[str]:
-    """What is not as it should be of the parts of `exact`.
+    """Parts of `exact` that are not as they should be.
 
     Engines whose ranks hold other heads and tokens round in other places, and with bfloat16 that decides ties: an engine
     also differs from itself without its cache. So a hand-over has to agree for as long as the two engines do, or the one.

@@ -78,6 +78,21 @@ def test_what_the_device_has_is_not_loaded() -> None:
     assert step(made) == TierOrders(dropped=["a"])
 
 
+def test_what_the_device_has_whole_is_not_waited_for() -> None:
+    """In its first step already: before workers know of it, and after."""
+    made, asked = finding(), request()
+    made.arrived(asked)
+    assert made.matched(asked, 96) == (0, False)
+    assert step(made) == TierOrders()
+    [keep] = step(made, new=[("a", 0)], computes=96).keeps
+    assert keep.tokens == PROMPT
+    made, asked = finding(), request()
+    made.arrived(asked)
+    step(made)
+    assert made.matched(asked, 96) == (0, False)
+    assert step(made) == TierOrders(dropped=["a"])
+
+
 def test_another_connector_may_load_instead() -> None:
     made, asked = finding(), request()
     made.arrived(asked)

@@ -187,6 +187,9 @@ class Finding:
         known = self._known.get(request.request_id)
         if known is None or known.settled:
             return 0, False
+        if computed >= self._loadable(request) * self._page:  # the device has all, so that no answer is waited for
+            self._settle(known)
+            return 0, False
         if not known.looked:
             self._look(known)
             if not known.looked:  # what may be read at once is being read
@@ -204,12 +207,23 @@ class Finding:
         return wanted, True
 
     def _usable(self, known: _Known) -> int:
-        """Pages that were found, but for the last token, from which the engine samples."""
-        return min(known.found or 0, (len(known.request.all_token_ids) - 1) // self._page)
+        """Pages that were found and may be loaded."""
+        return min(known.found or 0, self._loadable(known.request))
+
+    def _loadable(self, request: Any) -> int:
+        """Pages of a prompt without its last token, from which the engine samples."""
+        return (len(request.all_token_ids) - 1) // self._page
 
     def _settle(self, known: _Known) -> None:
+        """Load nothing more, and have workers drop what they look for, if they were told to look."""
         known.settled, known.found, known.looked = True, None, 0
-        self._orders.dropped.append(known.request.request_id)
+        name, looks = known.request.request_id, self._orders.looks
+        untold = [look for look in looks if look.request == name]
+        if not untold:
+            self._orders.dropped.append(name)
+        for look in untold:
+            known.told -= len(look.tokens)
+            looks.remove(look)
 
     def allocated(self, request: Any, tables: Tables, external: int) -> None:
         """The request has its blocks: load so many tokens, the last of the found ones."""
