@@ -6,7 +6,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 class Pins(MetadataHookInterface):
-    """The field `dependencies` of a distribution: those of the table `pinned`, at its own version, and those of `others`."""
+    """The dependencies of a distribution: those in `pinned`, at its own version, and those in `others`."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Fill in the dependencies."""

@@ -5,13 +5,19 @@
 docs/sglang-reference.md says the rest.
 """
 
-from kvproto_sglang.tickets import ticket_of
+from kvproto.distributions import absent, check_versions
+
+check_versions("kvproto-sglang")
+
+from kvproto_sglang.tickets import ticket_of  # noqa: E402 after the check
 
 __all__ = ["register", "ticket_of"]
 
 
 def register() -> None:
     """Install the back end: SGLang calls this in each of its processes, by entry point group `sglang.srt.plugins`."""
-    from kvproto_sglang.plugin import install
-
+    try:
+        from kvproto_sglang.plugin import install
+    except ModuleNotFoundError as error:
+        raise absent("sglang", "kvproto-sglang", error) from error
     install()
