@@ -7,7 +7,7 @@ CORES := $(shell nproc)
 # Two more than there are cores, as tests of processes wait for each other.
 JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 2)))
 
-.PHONY: simulate simulate-faults deploy-test rolling demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test models acceptance bench fuzz wild demo-real clean
+.PHONY: simulate simulate-faults deploy-test rolling demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage release wheel-test models acceptance bench fuzz wild demo-real clean
 # $(VENV)/.X marks that what X needs is installed: EXTRAS of the distributions, and a group of pyproject.toml.
 $(VENV)/.demo: EXTRAS = kvproto[cli] kvproto-reference
 $(VENV)/.test: EXTRAS = kvproto[cli,objects,seal] kvproto-reference --group test
@@ -114,11 +114,14 @@ docs: $(VENV)/.docs
 coverage: $(VENV)/.test $(VENV)/.coverage
 	@$(PY) -m tools.coverage_figures $(ARGS) -- -n $(JOBS)
 
-wheel: $(VENV)/.demo
-	@rm -rf dist && $(PY) -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
+# Sdists and wheels of all distributions in dist/, with SBOMs, checksums and an index: built twice alike, and each tried
+# in an empty environment of every Python that is here. CONTRIBUTING.md says how they are published.
+release: $(VENV)/.release
+	@$(PY) -m tools.release $(ARGS)
 
-wheel-test: wheel $(VENV)/.check
-	@$(PY) -m tools.wheel_test dist/*.whl
+# The same with one Python, built once, the dependencies of the reference engines as they are installed here.
+wheel-test: $(VENV)/.release
+	@$(PY) -m tools.release --quick
 
 # `kvproto describe` against the caches of every causal model of the installed transformers.
 models: $(VENV)/.test

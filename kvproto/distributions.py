@@ -1,6 +1,8 @@
 """The versions of the distributions that are installed, of which all are to be one."""
 
+import sys
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
@@ -28,9 +30,8 @@ def check_versions(distribution: str) -> None:
             raise LocalError(ErrorCode.NO_VERSION, distribution, f"{name} {pin}", other, advice)
 
 
-def absent(engine: str, distribution: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The error to raise if an adapter lacks `engine`, a package; any other `error` is returned as it is."""
-    if (error.name or "").partition(".")[0] != engine:
-        return error
-    text = f"{distribution} runs inside of {engine}, which this environment lacks: install both into one"
-    return ModuleNotFoundError(text, name=engine)
+def check_engine(engine: str, distribution: str) -> None:
+    """Raise ModuleNotFoundError, which says what to do, unless the package of an adapter's engine is installed."""
+    if sys.modules.get(engine) is None and find_spec(engine) is None:
+        text = f"{distribution} runs inside of {engine}, which this environment lacks: install both into one"
+        raise ModuleNotFoundError(text, name=engine)

@@ -5,7 +5,7 @@
 docs/sglang-reference.md says the rest.
 """
 
-from kvproto.distributions import absent, check_versions
+from kvproto.distributions import check_engine, check_versions
 
 check_versions("kvproto-sglang")
 
@@ -16,8 +16,7 @@ __all__ = ["register", "ticket_of"]
 
 def register() -> None:
     """Install the back end: SGLang calls this in each of its processes, by entry point group `sglang.srt.plugins`."""
-    try:
-        from kvproto_sglang.plugin import install
-    except ModuleNotFoundError as error:
-        raise absent("sglang", "kvproto-sglang", error) from error
+    check_engine("sglang", "kvproto-sglang")
+    from kvproto_sglang.plugin import install
+
     install()

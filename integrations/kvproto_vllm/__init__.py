@@ -8,7 +8,7 @@ docs/vllm-reference.md says the rest.
 
 from typing import Any
 
-from kvproto.distributions import absent, check_versions
+from kvproto.distributions import check_engine, check_versions
 
 check_versions("kvproto-vllm")
 
@@ -19,8 +19,7 @@ def __getattr__(name: str) -> Any:
     """The connector, imported when vLLM asks for it: what needs no vLLM imports none."""
     if name != "KvprotoConnector":
         raise AttributeError(f"module 'kvproto_vllm' has no attribute {name!r}")
-    try:
-        from kvproto_vllm.connector import KvprotoConnector
-    except ModuleNotFoundError as error:
-        raise absent("vllm", "kvproto-vllm", error) from error
+    check_engine("vllm", "kvproto-vllm")
+    from kvproto_vllm.connector import KvprotoConnector
+
     return KvprotoConnector
