@@ -4,7 +4,7 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import chdir
 from pathlib import Path
 
@@ -23,10 +23,11 @@ def projects(root: Path = ROOT) -> list[Path]:
     return [root, *sorted(path.parent for path in root.glob("distributions/*/pyproject.toml"))]
 
 
-def build(out: Path, root: Path = ROOT) -> list[Path]:
-    """Build each distribution of a checkout into a folder; the files, sdist before wheel."""
+def build(out: Path, root: Path = ROOT, only: Sequence[str] = ()) -> list[Path]:
+    """Build each distribution of a checkout, or only those named, into a folder; the files, sdist before wheel."""
     out.mkdir(parents=True, exist_ok=True)
-    return [path for project in projects(root) for path in _built(project, out.resolve())]
+    chosen = (project for project in projects(root) if not only or project.name in only)
+    return [path for project in chosen for path in _built(project, out.resolve())]
 
 
 def differing(files: list[Path]) -> list[str]:

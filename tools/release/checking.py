@@ -2,22 +2,44 @@
 
 import base64
 import hashlib
+import html
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
+from packaging.metadata import Metadata
+
 import kvproto
 from tools.release.building import ROOT
-from tools.release.records import INDEX, metadata
 
 CORE_BYTES = 640_000
 """The most that the wheel `kvproto` may have: an engine that takes it gets no vectors, models or weights."""
+INDEX = "index.html"
+"""The page of a release by which pip installs: links with the hash of each file."""
 _FAMILY = "kvproto"
+
+
+def metadata(wheel: Path) -> Metadata:
+    """The METADATA of a wheel; raises packaging.metadata.InvalidMetadata, or an ExceptionGroup of them."""
+    with ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return Metadata.from_email(archive.read(name))
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file, in hex."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def index(files: Iterable[Path]) -> str:
+    """The text of INDEX for these files, which lie beside it."""
+    links = (f'<a href="{html.escape(path.name)}#sha256={digest(path)}">{path.name}</a><br>' for path in files)
+    return "<!doctype html>\n<title>kvproto</title>\n" + "\n".join(links) + "\n"
 
 
 def problems(files: list[Path]) -> Iterator[str]:
@@ -31,20 +53,18 @@ def problems(files: list[Path]) -> Iterator[str]:
         yield from (f"{path.name}: {problem}" for problem in _of_wheel(path))
 
 
-def accepted(release: Path, wheel: Path) -> Iterator[str]:
-    """The ways in which pip installs a wheel of which one byte is changed: none, from the index or as a file."""
+def accepted(wheel: Path) -> Iterator[str]:
+    """The ways in which pip installs a wheel of which one byte is changed: none, by an index or as a file."""
     with TemporaryDirectory(prefix="kvproto-damaged-") as folder:
+        (Path(folder) / INDEX).write_text(index([wheel]))
         damaged = Path(folder) / wheel.name
         data = bytearray(wheel.read_bytes())
         data[len(data) // 2] ^= 1
         damaged.write_bytes(data)
-        (Path(folder) / INDEX).write_text((release / INDEX).read_text())
         name, version, *_ = wheel.name.split("-")
         by_index = ["--find-links", f"{folder}/{INDEX}", f"{name}=={version}"]
-        for source, reason in (
-            (by_index, "DO NOT MATCH THE HASHES"),
-            ([str(damaged)], "Bad CRC-32|while decompressing"),
-        ):
+        ways = (by_index, "DO NOT MATCH THE HASHES"), ([str(damaged)], "Bad CRC-32|while decompressing")
+        for source, reason in ways:
             pip = [
                 sys.executable,
                 "-m",
@@ -52,10 +72,10 @@ def accepted(release: Path, wheel: Path) -> Iterator[str]:
                 "install",
                 "-q",
                 "--disable-pip-version-check",
-                "--no-deps",
-                "--no-index",
+                "--target",
+                f"{folder}/to",
             ]
-            done = subprocess.run([*pip, "--target", f"{folder}/to", *source], capture_output=True, text=True)
+            done = subprocess.run([*pip, "--no-deps", "--no-index", *source], capture_output=True, text=True)
             if not done.returncode or not re.search(reason, done.stderr):
                 yield f"pip install {' '.join(source)}: {done.stderr or 'installed'}"
 

@@ -1,12 +1,9 @@
 """What stands beside the files of a release: an SBOM of each distribution, checksums, and an index with hashes."""
 
-import hashlib
-import html
 import uuid
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from zipfile import ZipFile
 
 from cyclonedx.model import HashAlgorithm, HashType, Property
 from cyclonedx.model.bom import Bom
@@ -14,19 +11,14 @@ from cyclonedx.model.component import Component, ComponentType
 from cyclonedx.model.license import LicenseExpression
 from cyclonedx.output import make_outputter
 from cyclonedx.schema import OutputFormat, SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 from packageurl import PackageURL
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
-INDEX = "index.html"
+from tools.release.checking import INDEX, digest, index, metadata
+
 SUMS = "SHA256SUMS"
-
-
-def metadata(wheel: Path) -> Metadata:
-    """The METADATA of a wheel; raises packaging.metadata.InvalidMetadata, or an ExceptionGroup of them."""
-    with ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        return Metadata.from_email(archive.read(name))
 
 
 def write(folder: Path, files: list[Path], epoch: int) -> None:
@@ -36,15 +28,9 @@ def write(folder: Path, files: list[Path], epoch: int) -> None:
         sdist = next(path for path in files if path.name.startswith(f"{_stem(wheel)}.tar"))
         sboms.append(folder / f"{_stem(wheel)}.cdx.json")
         sboms[-1].write_text(_sbom(metadata(wheel), (wheel, sdist), epoch))
-    links = (f'<a href="{html.escape(path.name)}#sha256={digest(path)}">{path.name}</a><br>' for path in files)
-    (folder / INDEX).write_text("<!doctype html>\n<title>kvproto</title>\n" + "\n".join(links) + "\n")
+    (folder / INDEX).write_text(index(files))
     sums = (f"{digest(path)}  {path.name}\n" for path in sorted([*files, *sboms, folder / INDEX]))
     (folder / SUMS).write_text("".join(sums))
-
-
-def digest(path: Path) -> str:
-    """The SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _stem(wheel: Path) -> str:
@@ -71,7 +57,10 @@ def _sbom(about: Metadata, files: Iterable[Path], epoch: int) -> str:
     bom.metadata.timestamp = datetime.fromtimestamp(epoch, UTC)
     bom.metadata.component = whole
     bom.register_dependency(whole, parts)
-    return make_outputter(bom, OutputFormat.JSON, SchemaVersion.V1_6).output_as_string(indent=1) + "\n"
+    text = make_outputter(bom, OutputFormat.JSON, SchemaVersion.V1_6).output_as_string(indent=1)
+    if error := JsonStrictValidator(SchemaVersion.V1_6).validate_str(text):
+        raise ValueError(f"the SBOM of {about.name} is not CycloneDX: {error}")
+    return text + "\n"
 
 
 def _file(path: Path) -> Component:

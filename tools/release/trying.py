@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tools.release.records import INDEX
+from tools.release.checking import INDEX
 
 SMOKE = Path(__file__).parent / "smoke"
 _PYTHONS = ("3.11", "3.12", "3.13", "3.13t", "3.14", "3.14t")
