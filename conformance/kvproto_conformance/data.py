@@ -40,10 +40,12 @@ def _found(path: str, name: str) -> Path:
     return here if here.exists() else _HERE / name
 
 
-VECTORS = _found("spec/v1/vectors", "vectors")
-REGISTRY = Path(os.environ.get("KVPROTO_REGISTRY") or _found("spec/v1/registry.json", "registry.json"))
+SPEC = _found("spec/v1", "spec")
+"""The folder of the specification's pages, schemas, vectors and registry."""
+VECTORS = SPEC / "vectors"
+REGISTRY = Path(os.environ.get("KVPROTO_REGISTRY") or SPEC / "registry.json")
 """The registry that the suite speaks: with the environment's KVPROTO_REGISTRY, that of a version that is kept."""
-CLAUSES = _found("spec/v1/clauses.json", "clauses.json")
+CLAUSES = SPEC / "clauses.json"
 KEPT = _found("conformance/versions", "kept")
 TEMPLATES = _found("conformance/testees", "testees")
 
