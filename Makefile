@@ -2,27 +2,35 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # --no-compile: otherwise pip compiles all of torch, and a demo needs only a part of it.
 PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
+PROJECTS := pyproject.toml $(wildcard distributions/*/pyproject.toml)
 CORES := $(shell nproc)
 # Two more than there are cores, as tests of processes wait for each other.
 JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 2)))
 
-.PHONY: simulate simulate-faults deploy-test rolling demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test models acceptance bench fuzz wild demo-real clean
-# $(VENV)/.X marks that the extras of X are installed. Each target installs only its own.
-$(VENV)/.demo: EXTRAS = torch,cli
-$(VENV)/.test: EXTRAS = torch,cli,test
-$(VENV)/.check: EXTRAS = torch,cli,check
-$(VENV)/.docs: EXTRAS = docs
-$(VENV)/.coverage: EXTRAS = coverage
-$(VENV)/.bench: EXTRAS = bench
-$(VENV)/.fuzz: EXTRAS = fuzz
-$(VENV)/.gpu: EXTRAS = cuda
-$(VENV)/.real: EXTRAS = real
-$(VENV)/.jax: EXTRAS = torch,jax
-$(VENV)/.nixl: EXTRAS = nixl
-$(VENV)/.%: pyproject.toml constraints.txt
+.PHONY: simulate simulate-faults deploy-test rolling demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage release wheel-test models acceptance bench fuzz wild demo-real clean
+# $(VENV)/.X marks that what X needs is installed: EXTRAS of the distributions, and a group of pyproject.toml.
+$(VENV)/.demo: EXTRAS = kvproto[cli] kvproto-reference
+$(VENV)/.test: EXTRAS = kvproto[cli,objects,seal] kvproto-reference --group test
+$(VENV)/.check: EXTRAS = kvproto[cli,objects,seal] kvproto-reference --group check
+$(VENV)/.docs: EXTRAS = kvproto --group docs
+$(VENV)/.coverage: EXTRAS = --group coverage
+$(VENV)/.bench: EXTRAS = --group bench
+$(VENV)/.fuzz: EXTRAS = --group fuzz
+$(VENV)/.release: EXTRAS = --group release
+$(VENV)/.gpu: EXTRAS = kvproto[cuda]
+$(VENV)/.real: EXTRAS = kvproto-reference[real]
+$(VENV)/.jax: EXTRAS = kvproto-reference[jax]
+$(VENV)/.nixl: EXTRAS = kvproto[nixl]
+$(VENV)/.%: $(PROJECTS) constraints.txt | $(VENV)/.checkout
+	@echo "installing $(EXTRAS) into $(VENV): once, up to half a minute from a nearby mirror"
+	@$(PIP) $(EXTRAS)
+	@touch $@
+
+# All distributions, editable, so that what is imported is this checkout; what they need comes with what needs it.
+$(VENV)/.checkout: $(PROJECTS) kvproto/__init__.py
 	@test -x $(PY) || { echo "making $(VENV)"; python3 -m venv $(VENV); }
-	@echo "installing kvproto[$(EXTRAS)] into $(VENV): once, up to half a minute from a nearby mirror"
-	@$(PIP) -e '.[$(EXTRAS)]'
+	@$(PIP) --upgrade 'pip>=25.1' && $(PIP) --group build
+	@$(PIP) --no-deps --no-build-isolation -e . $(patsubst %/pyproject.toml,-e %,$(wildcard distributions/*/pyproject.toml))
 	@touch $@
 
 # Weights, only for the demo with --real; the download says how large they are.
@@ -106,11 +114,14 @@ docs: $(VENV)/.docs
 coverage: $(VENV)/.test $(VENV)/.coverage
 	@$(PY) -m tools.coverage_figures $(ARGS) -- -n $(JOBS)
 
-wheel: $(VENV)/.demo
-	@rm -rf dist && $(PY) -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
+# Sdists and wheels of all distributions in dist/, with SBOMs, checksums and an index: built twice alike, and each tried
+# in an empty environment of every Python that is here. CONTRIBUTING.md says how they are published.
+release: $(VENV)/.release
+	@$(PY) -m tools.release $(ARGS)
 
-wheel-test: wheel $(VENV)/.check
-	@$(PY) -m tools.wheel_test dist/*.whl
+# The same with one Python, built once, the dependencies of the reference engines as they are installed here.
+wheel-test: $(VENV)/.release
+	@$(PY) -m tools.release --quick
 
 # `kvproto describe` against the caches of every causal model of the installed transformers.
 models: $(VENV)/.test

@@ -114,6 +114,11 @@ def listed(names: Iterable[object], most: int = 3, between: str = ", ") -> str:
     return between.join(texts[:most]) + more
 
 
+def quoted(text: str) -> str:
+    """Text of a caller in quotes, without its end if it is long."""
+    return repr(text if len(text) <= 64 else text[:61] + "...")
+
+
 def printable(text: str) -> str:
     """Text of a peer or a file on one line, with escapes in place of control characters (KVP-SEE-TEXT)."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()

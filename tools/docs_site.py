@@ -1,7 +1,8 @@
 """The mkdocs hook: the site has the repository's own pages at their own paths, so links work in both.
 
 It adds an anchor for each clause and a link wherever one is named, source files below paragraphs that only link to
-one, drawings inside their pages, and the pages that tools/site_pages.py makes from code and data.
+one, drawings inside their pages, the pages that tools/site_pages.py makes from code and data, and for programs all of
+it as Markdown, with llms.txt (tools/site_texts.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import kvproto
+from tools import site_texts
 from tools.site_pages import MADE
 from tools.site_tables import filterable, laid_out
 from tools.specgen import drawings
@@ -30,7 +32,7 @@ ASSETS = (
     "spec/assets/*.svg",
     "docs/**/*.css",
     "docs/**/*.js",
-    "spec/v1/registry.json",
+    "spec/v1/*.json",
     "spec/v1/vectors/**/*.json",
     "conformance/testees/c/*.c",
     "conformance/testees/node/*.mjs",
@@ -62,6 +64,8 @@ STANDS_FOR = {
 }
 """Files of the repository that the site shows on a generated page."""
 _FILTERED = "spec/v1/clauses.md"
+_CORE, _MESSAGES = "Core", "spec/v1/messages.md"
+"""The section of the specification's core, and the page of the messages that it uses."""
 _BULLET = re.compile(r"^\* `(KVP-[A-Z0-9-]+)` ", re.MULTILINE)
 _NAMED = re.compile(r"(?<!\[)`(KVP-[A-Z0-9-]+)`(?!\])")
 _ONLY_CODE = re.compile(r"^\[[^\]]*\]\(([^)#\s]+\.py)\)$", re.MULTILINE)
@@ -99,6 +103,11 @@ def on_files(files: Files, config: Any) -> Files:
     found.append(File.generated(config, "index.md", content=_home()))
     found.append(File.generated(config, "docs/assets/drawings.css", content=drawings.page_style("figure.drawing")))
     return Files(found)
+
+
+def on_nav(nav: Any, config: Any, files: Files) -> None:
+    """Keep the pages in their order, for `on_post_build`."""
+    _PAGES[:] = nav.pages
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
@@ -191,11 +200,26 @@ def _drawing(here: str, title: str, link: str) -> str:
     return f'<figure class="drawing" role="img" aria-label="{html.escape(title)}">{drawing}</figure>'
 
 
+_PAGES: list[Any] = []
+"""The pages of the navigation, in its order."""
 _ELSEWHERE = re.compile(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"?(https?:[^\" >]+)")
 
 
 def on_post_build(config: Any) -> None:
-    """Raise if a page loads something from another host: the site also works from disk, without a network."""
-    for path in Path(config["site_dir"]).rglob("*.html"):
+    """Write what programs read; raise if a page loads something from another host: the site also works from disk."""
+    site = Path(config["site_dir"])
+    texts = [_text(page) for page in _PAGES]
+    for text in texts:
+        (site / text.path).write_text(text.markdown)
+    (site / site_texts.LLMS).write_text(site_texts.llms(config.site_name, config.site_description, texts))
+    core = [text for text in texts if text.sections[-1:] == (_CORE,) or text.path == _MESSAGES]
+    (site / site_texts.CORE).write_text(site_texts.core(config.site_name.partition(" ")[2], core))
+    for path in site.rglob("*.html"):
         if loads := _ELSEWHERE.search(path.read_text()):
             raise PluginError(f"{path.relative_to(config['site_dir'])} loads {loads[1]}")
+
+
+def _text(page: Any) -> site_texts.Text:
+    """A page as it is in the repository, before this hook changes it."""
+    sections = tuple(ancestor.title for ancestor in reversed(page.ancestors))
+    return site_texts.Text(page.file.src_uri, sections, page.title, page.file.content_string)

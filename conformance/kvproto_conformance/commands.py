@@ -20,7 +20,7 @@ from kvproto_conformance import baseline, engines, html, meeting, report, termin
 from kvproto_conformance.cases import Case, claimed, load, of_minor
 from kvproto_conformance.claims import EXTENSIONS, HIGHEST, LEVELS, PARTIAL, ROLES, SUITES, Claim
 from kvproto_conformance.codec.facts import MAJOR, MESSAGES, MINOR, STRUCTS
-from kvproto_conformance.data import CLAUSES, REGISTRY, TEMPLATES, VECTORS, VERSION, sentence
+from kvproto_conformance.data import REGISTRY, SPEC, TEMPLATES, VECTORS, VERSION, sentence
 from kvproto_conformance.explain import explain
 from kvproto_conformance.fresh import fresh
 from kvproto_conformance.run import PROTOCOL, BadGreeting, Greeting, Verdict, ended, greet, probes, run, verdict
@@ -327,14 +327,14 @@ def matrixed(args: Namespace) -> int:
 
 
 def copied(args: Namespace) -> int:
-    """`copy DIR`: vectors, registry and clauses, for use without this suite."""
+    """`copy DIR`: the specification's pages, vectors, registry, clauses and schemas, for use without this suite."""
     try:
         shutil.copytree(VECTORS, args.folder / "vectors", dirs_exist_ok=True)
-        shutil.copy(REGISTRY, args.folder)
-        shutil.copy(CLAUSES, args.folder)
+        for path in (REGISTRY, *sorted({*SPEC.glob("*.md"), *SPEC.glob("*.json")} - {SPEC / REGISTRY.name})):
+            shutil.copy(path, args.folder)
     except OSError as error:
         raise Wrong(f"{args.folder}: {error.strerror or error}") from None
-    print(f"{args.folder}: vectors/, registry.json, clauses.json")
+    print(f"{args.folder}: the pages, vectors/, registry.json, clauses.json, and schemas of Descriptions and tickets")
     return 0
 
 

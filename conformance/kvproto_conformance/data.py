@@ -6,11 +6,29 @@ import hashlib
 import json
 import os
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-VERSION = version("kvproto")
-"""The suite's version, which is that of the distribution."""
+
+class MixedVersions(ImportError):
+    """The suite and the kvproto beside it, which its testee in Python runs on, are of two versions."""
+
+
+def _version() -> str:
+    """The version of this distribution, and of kvproto; raises MixedVersions unless they are one."""
+    beside = version("kvproto")
+    try:
+        own = version("kvproto-conformance")
+    except PackageNotFoundError:  # on the path of a checkout alone
+        return beside
+    if own != beside:
+        advice = f"pip install kvproto-conformance=={own} kvproto=={own}"
+        raise MixedVersions(f"kvproto-conformance {own} needs kvproto {own}, and {beside} is installed: {advice}")
+    return own
+
+
+VERSION = _version()
+"""The suite's version, which is that of kvproto."""
 
 _HERE = Path(__file__).resolve().parent
 _REPOSITORY = _HERE.parents[1]
@@ -22,10 +40,12 @@ def _found(path: str, name: str) -> Path:
     return here if here.exists() else _HERE / name
 
 
-VECTORS = _found("spec/v1/vectors", "vectors")
-REGISTRY = Path(os.environ.get("KVPROTO_REGISTRY") or _found("spec/v1/registry.json", "registry.json"))
+SPEC = _found("spec/v1", "spec")
+"""The folder of the specification's pages, schemas, vectors and registry."""
+VECTORS = SPEC / "vectors"
+REGISTRY = Path(os.environ.get("KVPROTO_REGISTRY") or SPEC / "registry.json")
 """The registry that the suite speaks: with the environment's KVPROTO_REGISTRY, that of a version that is kept."""
-CLAUSES = _found("spec/v1/clauses.json", "clauses.json")
+CLAUSES = SPEC / "clauses.json"
 KEPT = _found("conformance/versions", "kept")
 TEMPLATES = _found("conformance/testees", "testees")
 

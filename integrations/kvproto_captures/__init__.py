@@ -5,3 +5,7 @@ interpreter.py). The words that the messages of a fleet state, with those that t
 (fleet.py); two fleets are compared field by field (compare.py). command.py adds `kvproto import`, and captures to
 `kvproto check`. Nothing here writes such messages, and no pickle is ever loaded.
 """
+
+from kvproto.distributions import check_versions
+
+check_versions("kvproto-engines")

@@ -5,13 +5,18 @@
 docs/sglang-reference.md says the rest.
 """
 
-from kvproto_sglang.tickets import ticket_of
+from kvproto.distributions import check_engine, check_versions
+
+check_versions("kvproto-sglang")
+
+from kvproto_sglang.tickets import ticket_of  # noqa: E402 after the check
 
 __all__ = ["register", "ticket_of"]
 
 
 def register() -> None:
     """Install the back end: SGLang calls this in each of its processes, by entry point group `sglang.srt.plugins`."""
+    check_engine("sglang", "kvproto-sglang")
     from kvproto_sglang.plugin import install
 
     install()

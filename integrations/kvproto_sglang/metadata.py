@@ -16,7 +16,7 @@ from kvproto import Cache, DType
 from kvproto_engines.elements import FLOATS
 from kvproto_sglang.pools.stated import refused
 
-__all__ = ["DRAFTED", "GROUP", "MASKED", "PARTS", "SETS", "cache_of", "names_of", "read", "write"]
+__all__ = ["DRAFTED", "GROUP", "PARTS", "SETS", "cache_of", "names_of", "read", "write"]
 
 GROUP = "first"
 """Name of the group."""
@@ -51,8 +51,6 @@ PARTS = {
     "sglang.draft_tokens": Part(DType.I64, "output_topk_index", True),
     "sglang.draft_index": Part(DType.I32, "output_dsa_topk_indices", True),
 }
-MASKED = ("sglang.mask_length", "sglang.mask_tokens", "sglang.mask_logprobs")
-"""Parts that a request with a sampling mask needs."""
 DRAFTED = ("hidden", "sglang.draft_probs", "sglang.draft_tokens", "sglang.draft_index")
 """Parts that the first step of a draft needs."""
 SETS: Mapping[str, tuple[str, ...]] = {"all": tuple(PARTS), "token": ("token",), "request": ()}

@@ -24,12 +24,13 @@ import attrs
 from kvproto import KvprotoError, LocalError, Prompt, Ticket, new_ticket, read_ticket
 from kvproto.errors import ErrorCode, check_type, check_whole
 from kvproto_engines.apart import salts_of
-from kvproto_sglang.metadata import MASKED
 
-__all__ = ["DEADLINE", "Asked", "asked_of", "ticket_of"]
+__all__ = ["DEADLINE", "MASKED", "Asked", "asked_of", "ticket_of"]
 
 DEADLINE = 300.0
 """Seconds for which a ticket of a room is good: SGLang's own patience."""
+MASKED = ("sglang.mask_length", "sglang.mask_tokens", "sglang.mask_logprobs")
+"""Parts of the metadata that a request with a sampling mask needs."""
 _ROOMS = 1, (1 << 63) - 1
 """The lowest and the highest room; 0 is what SGLang reads where a request's metadata has not come."""
 _IDS = 1 << 32

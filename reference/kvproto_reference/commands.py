@@ -30,7 +30,7 @@ def _run(role: str, package: str = "demo") -> int:
     try:
         module = importlib.import_module(f"kvproto_reference.{package}.{role}")
     except ModuleNotFoundError as error:
-        print(f"error: {error.name} is missing; pip install 'kvproto[torch,cli]'", file=sys.stderr)
+        print(f"error: {error.name} is missing; pip install kvproto-reference", file=sys.stderr)
         return 1
     status: int = module.main()
     return status

@@ -10,7 +10,7 @@ from .errors import EngineError
 try:
     import tokenizers
 except ModuleNotFoundError as error:
-    raise EngineError("tokenizer.json needs the package tokenizers; pip install 'kvproto[torch]'") from error
+    raise EngineError("tokenizer.json needs the package tokenizers; pip install kvproto-reference") from error
 
 
 class HfTokenizer:

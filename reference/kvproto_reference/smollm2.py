@@ -95,7 +95,7 @@ def convert(path: Path, out: Path) -> None:
     try:
         from gguf import GGUFReader  # in extra `real`, as only this needs it
     except ModuleNotFoundError as error:
-        raise EngineError("GGUF files need the package gguf: pip install 'kvproto[real]'") from error
+        raise EngineError("GGUF files need the package gguf: pip install 'kvproto-reference[real]'") from error
 
     reader = GGUFReader(path)
     facts = {name: field.contents() for name, field in reader.fields.items()}

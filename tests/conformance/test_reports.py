@@ -296,6 +296,8 @@ def test_a_copy_has_what_a_suite_in_another_language_needs(tmp_path: Path) -> No
     assert main(["copy", str(tmp_path / "new")]) == 0
     names = {path.relative_to(tmp_path / "new").as_posix() for path in (tmp_path / "new").rglob("*.json")}
     assert {"registry.json", "clauses.json", "vectors/codec/0103-Register.json", "vectors/plan/plan.json"} <= names
+    assert {"ticket.schema.json", "description.schema.json"} <= names
+    assert (tmp_path / "new/framing.md").exists()
 
 
 def test_the_suite_runs_without_kvproto() -> None:

@@ -48,7 +48,7 @@ FLASHINFER = "--back-end flashinfer --dtype bfloat16 --transport cuda"
         ("--captured --pp 2 --transport cuda --devices 0,1", "--captured needs all layers on every rank"),
         ("--exchange peer", "--exchange peer needs torch and a GPU for each of the 1 ranks"),
         ("--tp 2 --dcp 2 --exchange a2a_packed --transport cuda", "a2a_packed needs torch and a GPU for each of the 2"),
-        pytest.param(FLASHINFER, r"needs FlashInfer: pip install 'kvproto\[flashinfer\]'", marks=pytest.mark.skipif(
+        pytest.param(FLASHINFER, r"needs FlashInfer: pip install 'kvproto-reference\[flashinfer\]'", marks=pytest.mark.skipif(
             find_spec("flashinfer") is not None, reason="FlashInfer is installed")),
     ],
 )  # fmt: skip

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvproto_sglang import metadata
+from kvproto_sglang import metadata, tickets
 from tests.sglang.standins import buffers
 
 
@@ -45,7 +45,7 @@ def test_a_draft_never_starts_with_what_an_earlier_request_left() -> None:
 
 def test_an_engine_without_a_draft_or_masks_hands_none_over() -> None:
     names = metadata.names_of(buffers(), "all", False)
-    assert not {*metadata.DRAFTED, *metadata.MASKED} & set(names)
+    assert not {*metadata.DRAFTED, *tickets.MASKED} & set(names)
 
 
 def test_a_mask_is_handed_over_where_sglang_keeps_some() -> None:

@@ -6,7 +6,8 @@ kvproto=$(realpath "$(dirname "$0")/../..")
 beside() { # kvproto itself, as its user has it; the second release computes by the libraries of the first
   test "$root/.kvproto" -nt "$kvproto/pyproject.toml" && return
   ln -sf "$root"/venv/lib/python3*/site-packages/vllm/*.so "$root/vllm-0.33.0/vllm/"
-  "$root/venv/bin/python" -m pip --disable-pip-version-check -q install --no-compile -e "$kvproto" || exit 1
+  "$root/venv/bin/python" -m pip --disable-pip-version-check -q install --no-compile -e "$kvproto" \
+    -e "$kvproto/distributions/kvproto-engines" -e "$kvproto/distributions/kvproto-vllm" -e "$kvproto/distributions/kvproto-sglang" || exit 1
   test -d "$root/sgt/sglang_router" || # SGLang's load balancer
     "$root/venv/bin/python" -m pip --disable-pip-version-check -q install --no-compile --no-deps --target "$root/sgt" \
       sglang-router==0.3.2 || exit 1

@@ -22,6 +22,7 @@ from tools.specgen import (
     named,
     promela,
     python,
+    schema,
     testees,
 )
 from tools.specgen.lint import RegistryError, lint
@@ -60,6 +61,7 @@ def outputs() -> dict[Path, str]:
         **drawings.drawings(facts),
         **minors.vectors(facts),
         **testees.testees(facts),
+        **schema.schemas(facts),
     }
     return made | stamped(facts, made)
 

@@ -272,7 +272,7 @@ def lacks(pool: KVPool) -> str:
     """The reason that FlashInfer cannot attend over this pool; empty if it can."""
     config = pool.config
     if find_spec("flashinfer") is None:
-        return "FlashInfer is not installed: pip install 'kvproto[flashinfer]'"
+        return "FlashInfer is not installed: pip install 'kvproto-reference[flashinfer]'"
     if pool.device.type != "cuda":
         return f"FlashInfer runs on CUDA, and the pool is on {pool.device}"
     if config.dtype not in ("bfloat16", "float16"):

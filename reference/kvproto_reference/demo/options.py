@@ -510,7 +510,7 @@ def _check(role: str, args: argparse.Namespace) -> None:
         (flashinfer and args.dtype == "float32", "--back-end flashinfer needs --dtype bfloat16 or float16"),
         (flashinfer and args.cp > 1, "--cp attends by back end torch alone, not by flashinfer"),
         (flashinfer and "flashinfer" in missing,
-         "--back-end flashinfer needs FlashInfer: pip install 'kvproto[flashinfer]'"),
+         "--back-end flashinfer needs FlashInfer: pip install 'kvproto-reference[flashinfer]'"),
         (args.storage and not kept, "--storage needs --host-pages: pages go there from the host"),
         (kept < 0, f"--host-pages must be at least 0, not {kept}"),
         (kept and args.window_pages,

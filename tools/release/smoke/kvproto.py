@@ -1,14 +1,15 @@
-"""A trial of the bare wheel with its own dependencies: the codec, a plan, and a hand-over through shared memory."""
+"""The core alone, with its own dependencies: the codec, a plan, a hand-over through shared memory, the command line."""
 
 import importlib.util
+import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import kvproto
 from kvproto import Cache, Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket, plan, wire
 from kvproto.transport import names
 from kvproto.wire.messages import Goodbye
-from kvproto_conformance.__main__ import main as conformance
 
 
 def codec() -> None:
@@ -25,7 +26,7 @@ def planned() -> None:
 
 
 def handed_over() -> None:
-    """Pages arrive in another pool, through the public API."""
+    """Pages arrive in another pool, through the public API over ipc."""
     geometry = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=16)])
     here, there = Pool.allocate(geometry, pages=8), Pool.allocate(geometry, pages=8)
     here.array("kv", layer=0, part="k")[:3] = 7
@@ -41,24 +42,25 @@ def handed_over() -> None:
     assert there.array("kv", layer=0, part="k")[[5, 1]].min() == 7
 
 
-def judged() -> None:
-    """The conformance suite has its data, and runs a testee that it wrote itself."""
-    with tempfile.TemporaryDirectory() as folder:
-        assert conformance(["init-testee", folder]) == 0
-        asked = ["--only", "DoneAck/least", "--allow-incomplete"]
-        assert conformance(["run", *asked, "--", sys.executable, f"{folder}/testee.py"]) == 0
+def commanded() -> None:
+    """The command line explains an error, and says what brings a command that is not here."""
+    command = Path(sys.executable).parent / "kvproto"
+    done = subprocess.run([command, "errors", "BUSY"], capture_output=True, text=True, check=True)
+    assert "troubleshooting.md#BUSY" in done.stdout
+    done = subprocess.run([command, "describe"], capture_output=True, text=True)
+    assert f"pip install kvproto-engines=={kvproto.__version__}" in done.stderr, done.stderr
 
 
 def main() -> None:
     """Run all checks in turn; the first assertion that fails ends the run."""
-    assert not importlib.util.find_spec("torch")
-    assert kvproto.__version__
+    assert Path(kvproto.__file__).is_relative_to(sys.prefix), kvproto.__file__
+    for other in ("torch", "kvproto_conformance", "kvproto_reference", "kvproto_vllm", "kvproto_catalog"):
+        assert not importlib.util.find_spec(other), other
+    assert {"shm", "cuda", "inline", "nixl"} <= set(names()), names()
     codec()
     planned()
     handed_over()
-    judged()
-    assert {"shm", "cuda", "nixl"} <= set(names()), names()
-    print("the wheel works in an empty environment")
+    commanded()
 
 
 if __name__ == "__main__":
