@@ -1,4 +1,4 @@
-"""What must be true of the files of a release, and that damaged ones are refused."""
+"""Checks of what must be true of the files of a release, and that damaged ones are refused."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""What stands beside the files of a release: an SBOM of each distribution, checksums, and an index with hashes."""
+"""Records beside the files of a release: an SBOM of each distribution, checksums, and an index with hashes."""
 
 import uuid
 from collections.abc import Iterable

@@ -64,7 +64,7 @@ def install(venv: Path, release: Path, *words: str) -> None:
 
 
 def ran(command: list[str], folder: Path) -> str:
-    """What a command prints, run in a folder without the checkout on its path; raises Failed if it fails."""
+    """Run a command in a folder without the checkout on its path, and return its output; raises Failed if it fails."""
     path = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     done = subprocess.run(command, cwd=folder, env=path, capture_output=True, text=True)
     if done.returncode:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def suite(*words: str) -> str:
-    """What the command prints, if it ends with status 0."""
+    """Run the command and return its output, if it ends with status 0."""
     command = [str(Path(sys.executable).parent / "kvproto-conformance"), *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stdout
