@@ -29,10 +29,10 @@ def test_llms_lists_every_page_by_section_with_its_first_sentence() -> None:
 
 
 def test_links_of_the_core_lead_within_it_or_to_the_site() -> None:
-    one = Text("spec/v1/one.md", (), "", "# One page\n\n[two](two.md) [t](two.md#KVP-X) [out](../versions.md#why)\n")
+    one = Text("spec/v1/one.md", (), "", "# One page\n\n[two](two.md) [t](two.md#there) [out](../versions.md#why)\n")
     two = Text("spec/v1/two.md", (), "", "# Two\n\n[back](one.md)\n")
     text = site_texts.core("1.0", [one, two])
-    assert "## One page\n\n[two](#two) [t](#KVP-X) [out](spec/versions.md#why)\n" in text
+    assert "## One page\n\n[two](#two) [t](#there) [out](spec/versions.md#why)\n" in text
     assert "## Two\n\n[back](#one-page)\n" in text
 
 
