@@ -272,14 +272,16 @@ typedef struct { const uint8_t *bytes; size_t size; const kvp_message *message; 
 static void describe(Work *w, void *arguments) {
     Stated *stated = arguments;
     const Layout *geometry = &LAYOUTS[L_Geometry];
-    if (stated->message) check_map(w, geometry, &stated->message->root, NULL);
-    Out out = {NULL, 0, 0, 0};
-    if (stated->message) put_body(w, &out, geometry, &stated->message->root);
+    Out out = {0};
+    if (stated->message) {
+        put_map(&out, geometry, &stated->message->root);
+        check_map(w, geometry, &stated->message->root, out.beyond, NULL);
+    }
     size_t size = stated->message ? out.size : stated->size;
     if (size > KVP_MAX_GEOMETRY) refuse(w, KVP_E_BAD_GEOMETRY, &(Path){NULL, "geometry", 0});
     uint8_t *bytes = room_for(w, size, 1);
-    out = (Out){bytes, size, 0, 0};
-    if (stated->message) put_body(w, &out, geometry, &stated->message->root);
+    out = (Out){.bytes = bytes, .room = size};
+    if (stated->message) put_map(&out, geometry, &stated->message->root);
     else if (size) memcpy(bytes, stated->bytes, size);
     kvp_value root = body(w, geometry, bytes, size);
     Side *side = side_of_map(w, &root);

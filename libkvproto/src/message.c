@@ -92,8 +92,9 @@ static void from_json(Work *w, void *arguments) {
         return;
     }
     kvp_value root = taken_map(w, asked->layout, json, NULL);
-    Out out = {NULL, 0, 0, 0};
-    put_body(w, &out, asked->layout, &root); /* for its size */
+    Out out = {0};
+    put_map(&out, asked->layout, &root);
+    check_size(w, &out, asked->layout, 0);
     asked->made = message_of(w, asked->layout, root);
 }
 static int read_json(bool list, int layout, const char *text, size_t size, const kvp_options *options, kvp_message **message, kvp_error *error) {
@@ -255,13 +256,16 @@ static void encode(Work *w, void *arguments) {
     const kvp_message *message = written->message;
     if (message->wrong) refuse(w, message->wrong, NULL);
     if (message->root.kind != MAP || (written->frame && !message->layout->type)) refuse(w, KVP_MISUSE, NULL);
-    check_map(w, message->layout, &message->root, NULL);
-    if (written->frame) put_frame(w, &written->out, message->layout, &message->root);
-    else put_body(w, &written->out, message->layout, &message->root);
+    Out *out = &written->out; /* what is written is whole, and may yet be refused */
+    if (written->frame) put_bytes(out, (const uint8_t[HEADER]){0}, HEADER);
+    put_map(out, message->layout, &message->root);
+    check_map(w, message->layout, &message->root, out->beyond, NULL);
+    check_size(w, out, message->layout, written->frame ? HEADER : 0);
+    if (written->frame) put_header(out, message->layout);
 }
 static int encoded(const kvp_message *message, bool frame, void *bytes, size_t room, size_t *size, kvp_error *error) {
     Work w;
-    Written written = {message, {bytes, bytes ? room : 0, 0, 0}, frame};
+    Written written = {message, {.bytes = bytes, .room = bytes ? room : 0}, frame};
     *size = 0;
     if (!message) return misused(error);
     int code = attempt(&w, &message->arena.options, error, encode, &written);
@@ -275,7 +279,7 @@ static int encoded(const kvp_message *message, bool frame, void *bytes, size_t r
 int kvp_encode(const kvp_message *message, void *frame, size_t room, size_t *size, kvp_error *error) { return encoded(message, true, frame, room, size, error); }
 int kvp_encode_struct(const kvp_message *message, void *bytes, size_t room, size_t *size, kvp_error *error) { return encoded(message, false, bytes, room, size, error); }
 int kvp_to_json(const kvp_value *value, char *text, size_t room, size_t *size) {
-    Out out = {(uint8_t *)text, text ? room : 0, 0, 0};
+    Out out = {.bytes = (uint8_t *)text, .room = text ? room : 0};
     const Layout *layout = value->kind == MAP ? layout_of(value->layout) : NULL;
     *size = 0;
     if (!layout) return KVP_MISUSE;

@@ -94,22 +94,23 @@ static kvp_value text_here(Work *w, const Path *path) {
 /* ---- arrays: little-endian numbers, as wide as the greatest needs ---- */
 
 static bool is_little(void) { return *(const uint8_t *)&(const uint16_t){1} == 1; }
-/* Each width has its own loop, which compilers make wide; returns all bits that occur. */
-#define SPREAD(type)                                                  \
-    for (size_t i = 0; i < count; i++) {                              \
-        type number;                                                  \
-        memcpy(&number, raw + i * sizeof number, sizeof number);      \
-        all |= number;                                                \
-        numbers[i] = number;                                          \
+/* Each width has its own loop, by eights, which compilers make wide; returns all bits that occur. */
+#define SPREAD(type)                                                           \
+    for (; i + 8 <= count; i += 8) {                                           \
+        type some[8];                                                          \
+        memcpy(some, raw + i * sizeof(type), sizeof some);                     \
+        for (int k = 0; k < 8; k++) all |= numbers[i + (size_t)k] = some[k];   \
     }
 static uint64_t spread(const uint8_t *raw, size_t count, int width, uint64_t *numbers) {
     uint64_t all = 0;
-    if (width > 1 && !is_little())
-        for (size_t i = 0; i < count; i++) all |= numbers[i] = number_of(raw + i * (size_t)width, width, true);
-    else if (width == 1) SPREAD(uint8_t)
-    else if (width == 2) SPREAD(uint16_t)
-    else if (width == 4) SPREAD(uint32_t)
-    else SPREAD(uint64_t)
+    size_t i = 0;
+    if (is_little()) {
+        if (width == 1) SPREAD(uint8_t)
+        else if (width == 2) SPREAD(uint16_t)
+        else if (width == 4) SPREAD(uint32_t)
+        else SPREAD(uint64_t)
+    }
+    for (; i < count; i++) all |= numbers[i] = number_of(raw + i * (size_t)width, width, true);
     return all;
 }
 static kvp_value array_here(Work *w, int widest, const Path *path) { /* widest 0: everything may occur, and is left out */

@@ -9,20 +9,29 @@ static const uint32_t ROUNDS[64] = {
 typedef struct { uint32_t h[8]; uint64_t size; uint8_t block[64]; } Sha256;
 
 static uint32_t turned(uint32_t x, int n) { return x >> n | x << (32 - n); }
+/* One round: letters change places in the call, so that no value has to. */
+#define ROUND(a, b, c, d, e, f, g, h, i)                                                                                        \
+    do {                                                                                                                        \
+        uint32_t t = h + (turned(e, 6) ^ turned(e, 11) ^ turned(e, 25)) + (g ^ (e & (f ^ g))) + ROUNDS[i] + w[i];               \
+        d += t;                                                                                                                 \
+        h = t + (turned(a, 2) ^ turned(a, 13) ^ turned(a, 22)) + ((a & b) | (c & (a | b)));                                     \
+    } while (0)
 static void digest_block(Sha256 *sha, const uint8_t *block) {
-    uint32_t w[64], v[8];
+    uint32_t w[64], *s = sha->h, a = s[0], b = s[1], c = s[2], d = s[3], e = s[4], f = s[5], g = s[6], h = s[7];
     for (int i = 0; i < 16; i++) w[i] = (uint32_t)block[4 * i] << 24 | (uint32_t)block[4 * i + 1] << 16 | (uint32_t)block[4 * i + 2] << 8 | block[4 * i + 3];
     for (int i = 16; i < 64; i++)
         w[i] = w[i - 16] + (turned(w[i - 15], 7) ^ turned(w[i - 15], 18) ^ w[i - 15] >> 3) + w[i - 7] + (turned(w[i - 2], 17) ^ turned(w[i - 2], 19) ^ w[i - 2] >> 10);
-    memcpy(v, sha->h, sizeof v);
-    for (int i = 0; i < 64; i++) {
-        uint32_t a = v[7] + (turned(v[4], 6) ^ turned(v[4], 11) ^ turned(v[4], 25)) + ((v[4] & v[5]) ^ (~v[4] & v[6])) + ROUNDS[i] + w[i];
-        uint32_t b = (turned(v[0], 2) ^ turned(v[0], 13) ^ turned(v[0], 22)) + ((v[0] & v[1]) ^ (v[0] & v[2]) ^ (v[1] & v[2]));
-        memmove(v + 1, v, 7 * sizeof *v);
-        v[4] += a;
-        v[0] = a + b;
+    for (int i = 0; i < 64; i += 8) {
+        ROUND(a, b, c, d, e, f, g, h, i);
+        ROUND(h, a, b, c, d, e, f, g, i + 1);
+        ROUND(g, h, a, b, c, d, e, f, i + 2);
+        ROUND(f, g, h, a, b, c, d, e, i + 3);
+        ROUND(e, f, g, h, a, b, c, d, i + 4);
+        ROUND(d, e, f, g, h, a, b, c, i + 5);
+        ROUND(c, d, e, f, g, h, a, b, i + 6);
+        ROUND(b, c, d, e, f, g, h, a, i + 7);
     }
-    for (int i = 0; i < 8; i++) sha->h[i] += v[i];
+    s[0] += a, s[1] += b, s[2] += c, s[3] += d, s[4] += e, s[5] += f, s[6] += g, s[7] += h;
 }
 static Sha256 sha256_new(void) { return (Sha256){.h = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19}}; }
 static void sha256_add(Sha256 *sha, const void *bytes, size_t size) {
