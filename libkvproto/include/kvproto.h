@@ -267,7 +267,14 @@ typedef struct kvp_end { /* one side of a rank pair */
     uint64_t rank;
     const kvp_value *columns; /* the LIST of a Register; NULL: the peer's, which nobody knows here: its places are 0 */
     const kvp_value *windows; /* the LIST of a Transfer */
+    const uint64_t *groups;   /* of the sink: the groups of it that are wanted; NULL: all */
+    size_t group_count;
 } kvp_end;
+/* `rows` rows of a part, one after the other at both sides, each of `length` bytes from `byte` of the lane axis on; the first of them is row `row` of the request. */
+typedef struct kvp_move {
+    uint64_t group, source_group, model, layer, part, classes, row, byte; /* group and part: of the sink; classes: a number for the pair of groups and cp ranks */
+    uint64_t source_region, source_offset, sink_region, sink_offset, length, rows;
+} kvp_move;
 typedef struct kvp_copy { uint64_t source_region, source_offset, sink_region, sink_offset, bytes; } kvp_copy;
 typedef struct kvp_sum { uint64_t group, value; } kvp_sum;
 /* Where bytes [offset, offset + size) of a region lie in this process; NULL if they do not. */
@@ -276,6 +283,7 @@ typedef void *kvp_locate(void *state, uint64_t region, uint64_t offset, uint64_t
 KVP_API int kvp_lower(const kvp_plan *plan, const kvp_end *source, const kvp_end *sink, const kvp_options *options, kvp_program **program, kvp_error *error);
 KVP_API const kvp_copy *kvp_program_copies(const kvp_program *program, size_t *count); /* as long as can be, ascending by place at the sink (source, if the sink's is not known) */
 KVP_API const kvp_copy *kvp_program_stream(const kvp_program *program, size_t *count); /* in the order of the packed stream (packed.md) */
+KVP_API const kvp_move *kvp_program_moves(const kvp_program *program, size_t *count); /* in that order, for who copies layer by layer as rows are computed */
 KVP_API uint64_t kvp_program_bytes(const kvp_program *program);
 KVP_API void kvp_program_free(kvp_program *program);
 

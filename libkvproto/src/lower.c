@@ -59,9 +59,6 @@ static uint64_t item_of(Work *w, const Window *window, uint64_t i) {
 /* ---- rows and moves ---- */
 
 typedef struct { const Group *source, *sink; Pair classes; } Map;
-typedef struct { /* `rows` rows, one after the other on both sides, of `length` bytes from `byte` on, the first of them row `global` */
-    uint64_t group, model, layer, part, map, global, byte, from, from_at, to, to_at, length, rows;
-} Move;
 typedef struct { Work *w; End ends[2]; Text moves, maps; const kvp_box *box; uint64_t layer, map; Window window[2]; size_t parts[2]; } Lowering;
 
 static uint64_t map_number(Lowering *l, Map map) {
@@ -71,23 +68,23 @@ static uint64_t map_number(Lowering *l, Map map) {
     if (i == count) add(l->w, &l->maps, &map, sizeof map);
     return i;
 }
-static bool goes_on(const Lowering *l, const Move *last, const Move *next) { /* whether the next row is one more of the last move */
+static bool goes_on(const Lowering *l, const kvp_move *last, const kvp_move *next) { /* whether the next row is one more of the last move */
     const kvp_box *box = l->box;
     bool whole = last->byte == box->lo && last->length == box->hi - box->lo && next->byte == box->lo && next->length == last->length;
-    bool same_place = last->layer == next->layer && last->map == next->map && last->part == next->part && last->group == next->group && last->model == next->model && last->from == next->from && last->to == next->to;
+    bool same_place = last->layer == next->layer && last->classes == next->classes && last->part == next->part && last->group == next->group && last->model == next->model && last->source_region == next->source_region && last->sink_region == next->sink_region;
     uint64_t size = last->length * last->rows;
-    return whole && same_place && last->global + last->rows == next->global && (!l->window[0].share || last->from_at + size == next->from_at) && (!l->window[1].share || last->to_at + size == next->to_at);
+    return whole && same_place && last->row + last->rows == next->row && (!l->window[0].share || last->source_offset + size == next->source_offset) && (!l->window[1].share || last->sink_offset + size == next->sink_offset);
 }
 static void move_row(Lowering *l, const uint64_t *item, const uint64_t *row, uint64_t global) {
     const kvp_box *box = l->box;
     for (uint64_t byte = box->lo, step; byte < box->hi; byte += step) {
-        Move move = {.group = box->group, .model = box->model, .layer = l->layer, .part = box->part, .map = l->map, .global = global, .byte = byte, .rows = 1};
-        uint64_t from = byte_at(&l->window[0], l->parts[0], l->layer, item[0], row[0], byte, &move.from, &move.from_at);
-        uint64_t to = byte_at(&l->window[1], l->parts[1], l->layer, item[1], row[1], byte, &move.to, &move.to_at);
+        kvp_move move = {.group = box->group, .source_group = l->window[0].group->id, .model = box->model, .layer = l->layer, .part = box->part, .classes = l->map, .row = global, .byte = byte, .rows = 1};
+        uint64_t from = byte_at(&l->window[0], l->parts[0], l->layer, item[0], row[0], byte, &move.source_region, &move.source_offset);
+        uint64_t to = byte_at(&l->window[1], l->parts[1], l->layer, item[1], row[1], byte, &move.sink_region, &move.sink_offset);
         step = from < to ? from : to;
         if (step > box->hi - byte) step = box->hi - byte;
         move.length = step;
-        Move *last = l->moves.size ? (Move *)(l->moves.text + l->moves.size) - 1 : NULL;
+        kvp_move *last = l->moves.size ? (kvp_move *)(l->moves.text + l->moves.size) - 1 : NULL;
         if (last && goes_on(l, last, &move)) last->rows++;
         else add(l->w, &l->moves, &move, sizeof move);
     }
@@ -164,17 +161,17 @@ static void move_box(Lowering *l, const kvp_box *box) {
 /* ---- copies: moves that join on both sides ---- */
 
 static int by_sink(const void *a, const void *b, const void *context) {
-    const Move *x = a, *y = b;
+    const kvp_move *x = a, *y = b;
     (void)context;
-    return x->to != y->to ? (x->to > y->to ? 1 : -1) : (x->to_at > y->to_at) - (x->to_at < y->to_at);
+    return x->sink_region != y->sink_region ? (x->sink_region > y->sink_region ? 1 : -1) : (x->sink_offset > y->sink_offset) - (x->sink_offset < y->sink_offset);
 }
 static int by_source(const void *a, const void *b, const void *context) {
-    const Move *x = a, *y = b;
+    const kvp_move *x = a, *y = b;
     (void)context;
-    return x->from != y->from ? (x->from > y->from ? 1 : -1) : (x->from_at > y->from_at) - (x->from_at < y->from_at);
+    return x->source_region != y->source_region ? (x->source_region > y->source_region ? 1 : -1) : (x->source_offset > y->source_offset) - (x->source_offset < y->source_offset);
 }
-static int by_coordinate(const void *a, const void *b, const void *context) { /* model, layer, part, map, row, byte */
-    const uint64_t *x = &((const Move *)a)->model, *y = &((const Move *)b)->model;
+static int by_coordinate(const void *a, const void *b, const void *context) { /* model, layer, part, classes, row, byte */
+    const uint64_t *x = &((const kvp_move *)a)->model, *y = &((const kvp_move *)b)->model;
     (void)context;
     for (int i = 0; i < 6; i++)
         if (x[i] != y[i]) return x[i] > y[i] ? 1 : -1;
@@ -183,18 +180,18 @@ static int by_coordinate(const void *a, const void *b, const void *context) { /*
 typedef struct { kvp_copy *copies; uint64_t *begins; size_t count; } Copies; /* begins: of each, the bytes before it */
 struct kvp_program {
     Arena arena;
-    Move *moves; /* by coordinate */
+    kvp_move *moves; /* by coordinate */
     size_t count;
     bool known[2]; /* whose places are known */
     uint64_t bytes;
     Copies by_place, stream;
 };
-static Copies copies_of(Work *w, Arena *arena, const Move *moves, size_t count, const bool *known) {
+static Copies copies_of(Work *w, Arena *arena, const kvp_move *moves, size_t count, const bool *known) {
     Copies made = {.copies = taken_of(w, arena, count, sizeof(kvp_copy)), .begins = taken_of(w, arena, count, sizeof(uint64_t))};
     uint64_t before = 0;
     for (size_t i = 0; i < count; i++) {
-        const Move *next = &moves[i];
-        kvp_copy copy = {next->from, next->from_at, next->to, next->to_at, next->length * next->rows}, *last = made.count ? &made.copies[made.count - 1] : NULL;
+        const kvp_move *next = &moves[i];
+        kvp_copy copy = {next->source_region, next->source_offset, next->sink_region, next->sink_offset, next->length * next->rows}, *last = made.count ? &made.copies[made.count - 1] : NULL;
         bool from = last && last->source_region == copy.source_region && (!known[0] || last->source_offset + last->bytes == copy.source_offset);
         bool to = last && last->sink_region == copy.sink_region && (!known[1] || last->sink_offset + last->bytes == copy.sink_offset);
         if (from && to) last->bytes += copy.bytes;
@@ -218,9 +215,10 @@ static void lower(Work *w, void *arguments) {
         for (size_t i = 0; i < side->rank_count; i++)
             if (side->ranks[i].rank == lowered->ends[e]->rank) l.ends[e].mine = &side->ranks[i];
     }
+    const kvp_end *sink = lowered->ends[1];
     for (size_t i = 0; i < plan->box_count; i++)
-        if (plan->boxes[i].source == lowered->ends[0]->rank && plan->boxes[i].sink == lowered->ends[1]->rank) move_box(&l, &plan->boxes[i]);
-    Move *moves = (Move *)l.moves.text;
+        if (plan->boxes[i].source == lowered->ends[0]->rank && plan->boxes[i].sink == sink->rank && (!sink->groups || among(sink->groups, sink->group_count, plan->boxes[i].group))) move_box(&l, &plan->boxes[i]);
+    kvp_move *moves = (kvp_move *)l.moves.text;
     const size_t count = l.moves.size / sizeof *moves;
     kvp_program *program = taken_of(w, arena, 1, sizeof *program);
     *program = (kvp_program){.count = count, .known = {lowered->ends[0]->columns != NULL, lowered->ends[1]->columns != NULL}};
@@ -250,6 +248,10 @@ const kvp_copy *kvp_program_copies(const kvp_program *program, size_t *count) {
 const kvp_copy *kvp_program_stream(const kvp_program *program, size_t *count) {
     *count = program->stream.count;
     return program->stream.copies;
+}
+const kvp_move *kvp_program_moves(const kvp_program *program, size_t *count) {
+    *count = program->count;
+    return program->moves;
 }
 uint64_t kvp_program_bytes(const kvp_program *program) { return program->bytes; }
 void kvp_program_free(kvp_program *program) {
@@ -287,9 +289,9 @@ static void sum_moves(Work *w, void *arguments) {
     const kvp_program *program = moved->program;
     uint64_t weights[WEIGHTS], weighed = 0, begin = 0; /* of bytes [begin, begin + weighed) */
     for (size_t i = 0; i < program->count; i++) {
-        const Move *m = &program->moves[i];
+        const kvp_move *m = &program->moves[i];
         const uint64_t part = mixed((m->model << 48) + (m->layer << 16) + m->part), size = m->length * m->rows;
-        const uint8_t *bytes = moved->at_sink ? found_at(w, &moved->memory[1], m->to, m->to_at, size) : found_at(w, &moved->memory[0], m->from, m->from_at, size);
+        const uint8_t *bytes = moved->at_sink ? found_at(w, &moved->memory[1], m->sink_region, m->sink_offset, size) : found_at(w, &moved->memory[0], m->source_region, m->source_offset, size);
         if (m->length <= WEIGHTS && (begin != m->byte || weighed < m->length)) {
             for (weighed = 0, begin = m->byte; weighed < m->length; weighed++) weights[weighed] = mixed(begin + weighed);
         }
@@ -298,7 +300,7 @@ static void sum_moves(Work *w, void *arguments) {
         if (k == moved->room) refuse(w, KVP_NO_ROOM, NULL);
         if (k == moved->count) moved->sums[moved->count++] = (kvp_sum){m->group, 0};
         for (uint64_t row = 0; row < m->rows; row++)
-            moved->sums[k].value += sum_of_row(bytes + row * m->length, m->length, m->byte, m->length <= WEIGHTS ? weights : NULL) * mixed(m->global + row + part);
+            moved->sums[k].value += sum_of_row(bytes + row * m->length, m->length, m->byte, m->length <= WEIGHTS ? weights : NULL) * mixed(m->row + row + part);
     }
     sort(w, moved->sums, moved->count, sizeof *moved->sums, by_group, NULL);
 }

@@ -343,7 +343,7 @@ static bool end_of(Slice json, Side *side) {
     side->description = described(member(json, "geometry"));
     if (!side->description || say_refusal(kvp_list_from_json(KVP_COLUMNS, columns.text, columns.size, NULL, &side->columns, &refused))) return false;
     if (say_refusal(kvp_list_from_json(KVP_GRANTS, windows.text, windows.size, NULL, &side->windows, &refused))) return false;
-    side->end = (kvp_end){side->description, integer(member(json, "rank")), kvp_root(side->columns), kvp_root(side->windows)};
+    side->end = (kvp_end){.description = side->description, .rank = integer(member(json, "rank")), .columns = kvp_root(side->columns), .windows = kvp_root(side->windows)};
     return true;
 }
 static void free_side(Side *side) {
