@@ -142,6 +142,7 @@ KVP_API const char *kvp_value_name(int enumeration, uint64_t value);            
 KVP_API bool kvp_value_named(int enumeration, const char *name, size_t size, uint64_t *value);
 KVP_API int kvp_layout_named(const char *name, size_t size);                            /* KVP_TRANSFER of "Transfer"; -1 of no struct or message */
 KVP_API const char *kvp_layout_name(int layout);                                        /* NULL of no struct or message */
+KVP_API const char *kvp_part_named(const char *name, size_t size, bool *optional);       /* the registered name (parts.md) of a part or of its alias; NULL if there is none */
 
 /* ---- values: what the reader gives, to be read and not to be changed ---- */
 

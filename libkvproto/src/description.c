@@ -77,6 +77,11 @@ static const Registered *registered(const kvp_value *name) { /* the row of a nam
     }
     return NULL;
 }
+const char *kvp_part_named(const char *name, size_t size, bool *optional) {
+    const Registered *row = registered(&(kvp_value){.kind = TEXT, .bytes = name, .count = size});
+    if (row && optional) *optional = row->optional;
+    return row ? row->name : NULL;
+}
 static const Group *group_with(const Side *side, uint64_t id) { /* they ascend by id */
     size_t lo = 0, hi = side->group_count;
     while (lo < hi) {

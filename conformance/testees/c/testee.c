@@ -121,16 +121,16 @@ static uint8_t *unhex(Slice text, size_t *size) {
 
 /* ---- answers ---- */
 
-static kvp_error refused;
+static kvp_error refusal;
 static bool say_refusal(int code) { /* whether there is one */
     if (!code) return false;
     form(&out, "\"error\": \"%s\", \"path\": ", kvp_code_name(code));
-    form_quoted(&out, refused.path);
+    form_quoted(&out, refusal.path);
     return true;
 }
 static void answer_frame(const void *frame, size_t size) {
     kvp_message *message;
-    if (say_refusal(kvp_decode(frame, size, NULL, &message, &refused))) return;
+    if (say_refusal(kvp_decode(frame, size, NULL, &message, &refusal))) return;
     form(&out, "\"message\": \"%s\", \"fields\": ", kvp_layout_name((int)kvp_root(message)->layout));
     form_value(&out, kvp_root(message));
     kvp_message_free(message);
@@ -145,7 +145,7 @@ static void answer_struct(Slice question, int layout) {
     size_t size;
     kvp_message *message;
     uint8_t *bytes = unhex(member(question, "bytes"), &size);
-    if (!say_refusal(kvp_decode_struct(layout, bytes, size, NULL, &message, &refused))) {
+    if (!say_refusal(kvp_decode_struct(layout, bytes, size, NULL, &message, &refusal))) {
         form(&out, "\"fields\": ");
         form_value(&out, kvp_root(message));
         kvp_message_free(message);
@@ -155,12 +155,12 @@ static void answer_struct(Slice question, int layout) {
 static void answer_encode(Slice question, int layout, bool frame) {
     kvp_message *message;
     Slice fields = member(question, "fields");
-    if (say_refusal(kvp_from_json(layout, fields.text, fields.size, NULL, &message, &refused))) return;
+    if (say_refusal(kvp_from_json(layout, fields.text, fields.size, NULL, &message, &refusal))) return;
     int (*encode)(const kvp_message *, void *, size_t, size_t *, kvp_error *) = frame ? kvp_encode : kvp_encode_struct;
     size_t size;
-    encode(message, NULL, 0, &size, &refused);
+    encode(message, NULL, 0, &size, &refusal);
     uint8_t *bytes = got(size, 1);
-    if (!say_refusal(encode(message, bytes, size, &size, &refused))) {
+    if (!say_refusal(encode(message, bytes, size, &size, &refusal))) {
         form(&out, frame ? "\"frame\": \"" : "\"bytes\": \"");
         form_hex(&out, bytes, size);
         form(&out, "\"");
@@ -204,7 +204,7 @@ static void answer_negotiate(Slice question) {
     uint32_t major, minor;
     uint64_t *features = got(terms[0].offered_count, sizeof *features);
     size_t count;
-    if (!say_refusal(kvp_negotiate(&terms[0], &terms[1], &major, &minor, features, &count, &refused))) {
+    if (!say_refusal(kvp_negotiate(&terms[0], &terms[1], &major, &minor, features, &count, &refusal))) {
         form(&out, "\"version\": \"%u.%u\", \"features\": [", major, minor);
         for (size_t i = 0; i < count; i++) form(&out, "%s\"%" PRIu64 "\"", i ? ", " : "", features[i]);
         form(&out, "]");
@@ -221,8 +221,8 @@ static void answer_negotiate(Slice question) {
 static kvp_description *described(Slice json) { /* NULL where it is refused, which is said */
     kvp_message *geometry;
     kvp_description *found = NULL;
-    if (say_refusal(kvp_from_json(KVP_GEOMETRY, json.text, json.size, NULL, &geometry, &refused))) return NULL;
-    say_refusal(kvp_describe_message(geometry, NULL, &found, &refused));
+    if (say_refusal(kvp_from_json(KVP_GEOMETRY, json.text, json.size, NULL, &geometry, &refusal))) return NULL;
+    say_refusal(kvp_describe_message(geometry, NULL, &found, &refusal));
     kvp_message_free(geometry);
     return found;
 }
@@ -257,7 +257,7 @@ static void answer_plan(Slice question) {
     uint64_t features = 0, value;
     for (Slice each = first_of(member(question, "features")); each.text; each = next_of(each))
         if (kvp_value_named(KVP_ENUM_FEATURE, each.text + 1, each.size - 2, &value)) features |= KVP_FEATURE_BIT(value);
-    if (sink && !say_refusal(kvp_plan_new(source, sink, features, NULL, &plan, &refused))) say_plan(plan, sink);
+    if (sink && !say_refusal(kvp_plan_new(source, sink, features, NULL, &plan, &refusal))) say_plan(plan, sink);
     kvp_plan_free(plan);
     kvp_description_free(source);
     kvp_description_free(sink);
@@ -267,7 +267,7 @@ static void answer_plan(Slice question) {
 
 static kvp_deal *deal_of(Slice group, kvp_message **message) { /* NULL where it is refused, which is said */
     kvp_deal *deal = NULL;
-    if (!say_refusal(kvp_from_json(KVP_GROUP, group.text, group.size, NULL, message, &refused))) say_refusal(kvp_deal_new(kvp_root(*message), NULL, &deal, &refused));
+    if (!say_refusal(kvp_from_json(KVP_GROUP, group.text, group.size, NULL, message, &refusal))) say_refusal(kvp_deal_new(kvp_root(*message), NULL, &deal, &refusal));
     return deal;
 }
 static void say_some(bool there, uint64_t number) {
@@ -307,18 +307,23 @@ static void answer_deal(char op, Slice question) {
     kvp_deal_free(deal);
     kvp_message_free(group);
 }
-static void say_window(kvp_value grants, const kvp_window *window, uint64_t asked) {
-    kvp_value fields[16];
-    memcpy(fields, grants.items, grants.count * sizeof *fields);
-    grants.items = fields;
-    *(kvp_value *)kvp_field(&grants, KVP_GRANTS_FIRST) = (kvp_value){.kind = KVP_KIND_UINT, .number = window->first};
-    *(kvp_value *)kvp_field(&grants, KVP_GRANTS_COUNT) = (kvp_value){.kind = KVP_KIND_UINT, .number = window->count};
-    kvp_value *items = (kvp_value *)kvp_field(&grants, KVP_GRANTS_ITEMS);
+static kvp_value cut_grants(const kvp_value *grants, const kvp_window *window, kvp_value *fields) { /* as they are asked for, with a window that is served; fields: room for as many as they have */
+    kvp_value served = *grants;
+    memcpy(fields, grants->items, grants->count * sizeof *fields);
+    served.items = fields;
+    kvp_value *items = (kvp_value *)kvp_field(&served, KVP_GRANTS_ITEMS);
+    *(kvp_value *)kvp_field(&served, KVP_GRANTS_FIRST) = (kvp_value){.kind = KVP_KIND_UINT, .number = window->first};
+    *(kvp_value *)kvp_field(&served, KVP_GRANTS_COUNT) = (kvp_value){.kind = KVP_KIND_UINT, .number = window->count};
+    if (!items->kind) return served;
     items->numbers = window->items;
     items->count = window->item_count;
-    if (window->first != asked) form(&out, "\"begins\": \"%" PRIu64 "\", ", window->first);
+    return served;
+}
+static void say_window(const kvp_value *grants, const kvp_window *window) {
+    kvp_value fields[16], served = cut_grants(grants, window, fields);
+    if (window->first != kvp_number(grants, KVP_GRANTS_FIRST)) form(&out, "\"begins\": \"%" PRIu64 "\", ", window->first);
     form(&out, "\"window\": ");
-    form_value(&out, &grants);
+    form_value(&out, &served);
 }
 static void answer_late(Slice question) {
     kvp_message *group = NULL, *grant = NULL;
@@ -327,9 +332,9 @@ static void answer_late(Slice question) {
     kvp_deal *deal = deal_of(member(question, "group"), &group);
     uint64_t since = 0;
     for (Slice each = first_of(member(question, "since")); each.text; each = next_of(each)) since = integer(each) > since ? integer(each) : since;
-    if (deal && !say_refusal(kvp_from_json(KVP_GRANTS, asked.text, asked.size, NULL, &grant, &refused))
-        && !say_refusal(kvp_deal_late(deal, integer(member(question, "cp_rank")), since, kvp_root(grant), &window, &refused)))
-        say_window(*kvp_root(grant), &window, kvp_number(kvp_root(grant), KVP_GRANTS_FIRST));
+    if (deal && !say_refusal(kvp_from_json(KVP_GRANTS, asked.text, asked.size, NULL, &grant, &refusal))
+        && !say_refusal(kvp_deal_late(deal, integer(member(question, "cp_rank")), since, kvp_root(grant), &window, &refusal)))
+        say_window(kvp_root(grant), &window);
     kvp_deal_free(deal);
     kvp_message_free(group);
     kvp_message_free(grant);
@@ -337,16 +342,16 @@ static void answer_late(Slice question) {
 
 /* ---- copy programs ---- */
 
-typedef struct { kvp_description *description; kvp_message *columns, *windows; kvp_end end; } Side;
-static bool end_of(Slice json, Side *side) {
+typedef struct { kvp_description *description; kvp_message *columns, *windows; kvp_end end; } AskedEnd;
+static bool end_of(Slice json, AskedEnd *side) {
     Slice columns = member(json, "columns"), windows = member(json, "windows");
     side->description = described(member(json, "geometry"));
-    if (!side->description || say_refusal(kvp_list_from_json(KVP_COLUMNS, columns.text, columns.size, NULL, &side->columns, &refused))) return false;
-    if (say_refusal(kvp_list_from_json(KVP_GRANTS, windows.text, windows.size, NULL, &side->windows, &refused))) return false;
+    if (!side->description || say_refusal(kvp_list_from_json(KVP_COLUMNS, columns.text, columns.size, NULL, &side->columns, &refusal))) return false;
+    if (say_refusal(kvp_list_from_json(KVP_GRANTS, windows.text, windows.size, NULL, &side->windows, &refusal))) return false;
     side->end = (kvp_end){.description = side->description, .rank = integer(member(json, "rank")), .columns = kvp_root(side->columns), .windows = kvp_root(side->windows)};
     return true;
 }
-static void free_side(Side *side) {
+static void free_side(AskedEnd *side) {
     kvp_message_free(side->columns);
     kvp_message_free(side->windows);
     kvp_description_free(side->description);
@@ -369,7 +374,7 @@ static void say_sums(const kvp_program *program) {
     kvp_sum sums[512];
     Text bytes = {0};
     size_t count;
-    if (!say_refusal(kvp_program_sums(program, false, made_up, &bytes, sums, 512, &count, &refused))) {
+    if (!say_refusal(kvp_program_sums(program, false, made_up, &bytes, sums, 512, &count, &refusal))) {
         form(&out, "\"checksums\": {");
         for (size_t i = 0; i < count; i++) form(&out, "%s\"%" PRIu64 "\": \"%" PRIu64 "\"", i ? ", " : "", sums[i].group, sums[i].value);
         form(&out, "}");
@@ -377,13 +382,13 @@ static void say_sums(const kvp_program *program) {
     free(bytes.text);
 }
 static void answer_lower(char op, Slice question) {
-    Side sides[2] = {{0}};
+    AskedEnd sides[2] = {{0}};
     kvp_plan *plan = NULL;
     kvp_program *program = NULL;
     size_t count;
     if (end_of(member(question, "source"), &sides[0]) && end_of(member(question, "sink"), &sides[1])
-        && !say_refusal(kvp_plan_new(sides[0].description, sides[1].description, 0, NULL, &plan, &refused))
-        && !say_refusal(kvp_lower(plan, &sides[0].end, &sides[1].end, NULL, &program, &refused))) {
+        && !say_refusal(kvp_plan_new(sides[0].description, sides[1].description, 0, NULL, &plan, &refusal))
+        && !say_refusal(kvp_lower(plan, &sides[0].end, &sides[1].end, NULL, &program, &refusal))) {
         if (op == 'c') say_sums(program);
         else {
             const kvp_copy *copies = op == 'l' ? kvp_program_copies(program, &count) : kvp_program_stream(program, &count);
