@@ -28,6 +28,7 @@ REGISTRY = Path(os.environ.get("KVPROTO_REGISTRY") or _found("spec/v1/registry.j
 CLAUSES = _found("spec/v1/clauses.json", "clauses.json")
 KEPT = _found("conformance/versions", "kept")
 TEMPLATES = _found("conformance/testees", "testees")
+LIBRARY = _found("libkvproto", "libkvproto")
 
 
 @cache
