@@ -214,6 +214,13 @@ void kvp_set_texts(kvp_message *message, kvp_value *map, int field, const char *
     for (size_t i = 0; items && i < count; i++) items[i] = (kvp_value){.kind = (uint32_t)type->of->kind, .bytes = kept(message, texts[i], sizes[i]), .count = sizes[i]};
     if (!message->wrong) *place = (kvp_value){.kind = LIST, .items = items, .count = count};
 }
+void kvp_set_list(kvp_message *message, kvp_value *map, int field) {
+    const Type *type;
+    kvp_value *place = slot(message, map, field, &type);
+    if (!place) return;
+    if (type->kind == LIST) *place = (kvp_value){.kind = LIST};
+    else goes_wrong(message, KVP_MISUSE);
+}
 static bool empty(kvp_message *message, int ref, kvp_value *map) { /* a map without a field */
     const Layout *layout = &LAYOUTS[ref];
     kvp_value *fields = kept(message, NULL, (size_t)layout->count * sizeof *fields);
