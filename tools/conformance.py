@@ -27,6 +27,7 @@ from kvproto_conformance import html, report
 from kvproto_conformance.__main__ import main as conformance
 from kvproto_conformance.claims import SUITES
 from kvproto_conformance.live import list_scenarios, run
+from tools import c_programs
 from tools.specgen.registry import ROOT
 
 TESTEES = ROOT / "conformance/testees"
@@ -64,11 +65,11 @@ Seconds on {cores} cores, of cases alone:
 |---|---|
 | kvproto | the library of this repository; where `session` and `robust` have numbers, its engines, live over ZeroMQ |
 | second opinion | written from the prose a second time, in plain Python; it shares no code with the library |
-| codec.c, codec.mjs, codec.rs | a strict reader and writer each, in one file: [where to begin](implement.md) |
-| source.c, sink.c | engines in C over shm and inline, from the prose alone; libzmq is their one dependency |
+| libkvproto | the [library in C](libkvproto.md), with codec, plans and copy programs, from the prose alone: a third opinion |
+| source.c, sink.c | engines in C over shm and inline, from the prose alone; libzmq and libkvproto are their dependencies |
+| codec.mjs, codec.rs | a strict reader and writer each, in one file: [where to begin](implement.md) |
 | planner.py | the planner of the core alone, without token deals, sections and encodings, in plain Python |
-| plan.c, lower.c | a planner, and the rest that two engines compute alike, in C from the prose alone: a third opinion |
-| planner.rs | all of that in Rust on std alone, from the prose alone: a fourth |
+| planner.rs | codec, planner and the rest that two engines compute alike, in Rust on std alone, from the prose alone: a fourth |
 
 Yours belongs here: run the suite with `--report report.json`, and send the report with your change to this page.
 In GitHub's actions [conformance/action.yml](../conformance/action.yml) runs the suite on `testee: ./my-testee`, keeps
@@ -110,14 +111,13 @@ def runs(live: bool) -> Iterator[Run]:
     yield "second-opinion", [], [sys.executable, str(TESTEES / "second_opinion.py")]
     yield "planner-py", [], [sys.executable, str(TESTEES / "planner.py")]
     if shutil.which("gcc"):
-        for name in ("codec", "plan", "lower"):
-            program = PAGES / name
-            subprocess.run(["gcc", "-std=c11", "-O2", "-o", program, TESTEES / f"c/{name}.c"], check=True)
-            yield f"{name}-c", [], [str(program)]
+        program = PAGES / "testee"
+        subprocess.run(c_programs.command("testee", program), check=True)
+        yield "libkvproto", [], [str(program)]
     if shutil.which("gcc") and SOCKETS.exists():
         for role in ("source", "sink"):
             program = PAGES / role
-            subprocess.run(["gcc", "-std=c11", "-O2", "-o", program, TESTEES / f"c/{role}.c", "-lzmq"], check=True)
+            subprocess.run(c_programs.command(role, program), check=True)
             yield f"{role}-c", [f"--live-{role}", str(program)], [str(program)]
     if shutil.which("node"):
         yield "javascript", [], ["node", str(TESTEES / "node/codec.mjs")]

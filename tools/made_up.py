@@ -104,9 +104,8 @@ def _struct(since: str) -> Row:
 def build(facts: Facts, folder: Path) -> None:
     """Write a whole version to a folder: the registry, the vectors of its codec, kvproto, and the testees."""
     shutil.copytree(ROOT / "kvproto", folder / "kvproto", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(
-        ROOT / "conformance/testees", folder / "conformance/testees", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    for copied in ("conformance/testees", "libkvproto"):
+        shutil.copytree(ROOT / copied, folder / copied, ignore=shutil.ignore_patterns("__pycache__"))
     made = {**modules(facts), **testees.testees(facts), **minors.vectors(facts)}
     made[SPEC / "registry.json"] = as_json(facts)
     for path, text in made.items():

@@ -20,7 +20,7 @@ from kvproto_conformance import baseline, engines, html, meeting, report, termin
 from kvproto_conformance.cases import Case, claimed, load, of_minor
 from kvproto_conformance.claims import EXTENSIONS, HIGHEST, LEVELS, PARTIAL, ROLES, SUITES, Claim
 from kvproto_conformance.codec.facts import MAJOR, MESSAGES, MINOR, STRUCTS
-from kvproto_conformance.data import REGISTRY, SPEC, TEMPLATES, VECTORS, VERSION, sentence
+from kvproto_conformance.data import LIBRARY, REGISTRY, SPEC, TEMPLATES, VECTORS, VERSION, sentence
 from kvproto_conformance.explain import explain
 from kvproto_conformance.fresh import fresh
 from kvproto_conformance.run import PROTOCOL, BadGreeting, Greeting, Verdict, ended, greet, probes, run, verdict
@@ -30,16 +30,16 @@ Json = dict[str, Any]
 _FORMS = {"junit": report.junit, "html": html.page, "badge": report.badge, "summary": report.summary}
 _RUST = ("planner", "agree", "codec", "deal", "description", "elect", "late", "lower", "plan", "sha256")
 STARTS = {
-    "python": ("minimal.py",),
-    "node": ("node/codec.mjs",),
-    "c": ("c/codec.c",),
-    "rust": tuple(f"rust/{name}.rs" for name in _RUST),
+    "python": [TEMPLATES / "minimal.py"],
+    "node": [TEMPLATES / "node/codec.mjs"],
+    "c": [TEMPLATES / "c/testee.c", LIBRARY / "include/kvproto.h", *sorted((LIBRARY / "src").glob("*.c"))],
+    "rust": [TEMPLATES / f"rust/{name}.rs" for name in _RUST],
 }
 """The files to begin with in each language: the first becomes `testee`, the others keep their names."""
 _NEXT = {
     "python": "kvproto-conformance smoke -- python {}",
     "node": "kvproto-conformance smoke -- node {}",
-    "c": "gcc -std=c11 -O2 -o testee {} && kvproto-conformance smoke -- ./testee",
+    "c": "gcc -std=c11 -O2 -o testee {} {folder}/kvproto.c && kvproto-conformance smoke -- ./testee",
     "rust": "rustc --edition 2021 -O -o testee {} && kvproto-conformance smoke -- ./testee",
 }
 
@@ -340,7 +340,7 @@ def copied(args: Namespace) -> int:
 
 def started(args: Namespace) -> int:
     """`init-testee`: a testee to begin with."""
-    sources = [TEMPLATES / name for name in STARTS[args.lang]]
+    sources = STARTS[args.lang]
     targets = [args.folder / source.name for source in sources]
     targets[0] = args.folder / f"testee{sources[0].suffix}"
     for target in targets:
@@ -353,7 +353,7 @@ def started(args: Namespace) -> int:
             target.chmod(0o755)
         except OSError as error:
             raise Wrong(f"{target}: {error.strerror}") from None
-    print(*targets, _NEXT[args.lang].format(targets[0]), sep="\n")
+    print(*targets, _NEXT[args.lang].format(targets[0], folder=args.folder), sep="\n")
     return 0
 
 

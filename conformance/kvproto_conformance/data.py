@@ -48,6 +48,7 @@ REGISTRY = Path(os.environ.get("KVPROTO_REGISTRY") or SPEC / "registry.json")
 CLAUSES = SPEC / "clauses.json"
 KEPT = _found("conformance/versions", "kept")
 TEMPLATES = _found("conformance/testees", "testees")
+LIBRARY = _found("libkvproto", "libkvproto")
 
 
 @cache

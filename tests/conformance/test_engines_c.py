@@ -1,4 +1,4 @@
-"""A source and a sink in C, of the pages alone, beside each other and the reference engine and under the live driver, with sanitizers."""
+"""A source and a sink in C on libkvproto, beside each other and the reference engine and under the live driver, with sanitizers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvproto_conformance.live import list_scenarios, moving, run
 from kvproto_conformance.live.engine import Engine
 from kvproto_conformance.live.scenario import Prompt, handoff, rows_of, shares
 from tests.cases import sampled
+from tools import c_programs
 from tools.prove import source_c
 
 TESTEES = Path(__file__).parents[2] / "conformance/testees"
@@ -47,7 +48,7 @@ INCLUDES = ("/usr/include", "/usr/local/include")
 def compiled(role: str, folder: Path) -> str:
     if shutil.which("gcc") is None or not any(Path(each, "zmq.h").exists() for each in INCLUDES):
         pytest.skip("no gcc, or no libzmq3-dev")
-    subprocess.run(["gcc", *FLAGS, "-o", folder / role, TESTEES / f"c/{role}.c", "-lzmq"], check=True, timeout=100)
+    subprocess.run(c_programs.command(role, folder / role, FLAGS), check=True, timeout=100)
     return str(folder / role)
 
 

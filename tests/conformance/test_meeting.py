@@ -23,7 +23,7 @@ from kvproto_conformance.live import run as run_live
 from kvproto_conformance.meeting import Sample, Version, heard, meet, negotiate
 from kvproto_conformance.run import Wrong, run
 from kvproto_conformance.testee import Testee as Driver
-from tools import made_up
+from tools import c_programs, made_up
 from tools.specgen.registry import ROOT
 from tools.specgen.registry import load as registry
 
@@ -81,7 +81,7 @@ def later(request: pytest.FixtureRequest, versions: Callable[[str], Built]) -> I
     command = {
         "python": ["env", f"PYTHONPATH={folder}", sys.executable, str(testees / "python_kvproto.py")],
         "node": ["node", str(testees / "node/codec.mjs")],
-        "c": ["gcc", "-std=c11", "-O0", "-o", str(program), str(testees / "c/codec.c")],
+        "c": c_programs.command("testee", program, ["-std=c11", "-O0"], folder),
         "rust": ["rustc", "-o", str(program), str(testees / "rust/codec.rs")],
     }[language]
     if shutil.which(command[0]) is None:

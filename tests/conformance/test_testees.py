@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tests.conformance import test_planner
 from tests.plan.test_spreading import odd_world
 from tests.plan.wild_worlds import world
 from tests.plan.worlds import caches, side
+from tools import c_programs
 
 TESTEES = Path(__file__).parents[2] / "conformance/testees"
 STRICT = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
@@ -33,11 +35,12 @@ PATIENCE = 60.0
 Said = pytest.CaptureFixture[str]
 
 
-def compiled(flags: list[str], folder: Path, name: str = "codec") -> list[str]:
+def compiled(flags: list[str], folder: Path) -> list[str]:
+    """libkvproto's testee."""
     if shutil.which("gcc") is None:
         pytest.skip("no gcc")
-    program = folder / name
-    subprocess.run(["gcc", *flags, "-o", program, TESTEES / f"c/{name}.c"], check=True, timeout=100)
+    program = folder / "testee"
+    subprocess.run(c_programs.command("testee", program, flags), check=True, timeout=100)
     return [str(program)]
 
 
@@ -69,25 +72,13 @@ def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ]()
 
 
+CODEC = f"codec · L1 · {' · '.join(sorted([*MESSAGES, 'json', 'streams']))}"
+WHOLE = f"both · L2 · {' · '.join(sorted([*MESSAGES, *PLANS]))}"
+
+
 def test_they_are_conformant(command: list[str], capsys: Said) -> None:
     assert main(["run", *command]) == 0
-    assert (
-        f"conformant: kvproto {spec()} · codec · L1 · {' · '.join(sorted([*MESSAGES, 'json', 'streams']))}"
-        in capsys.readouterr().out
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "claim"),
-    [
-        ("plan", "planner · L2 · cold · deals · json · sections · spread"),
-        ("lower", f"both · L2 · {' · '.join(sorted([*MESSAGES, *PLANS]))}"),
-    ],
-)
-def test_what_c_plans_and_lowers_is_conformant(name: str, claim: str, tmp_path: Path, capsys: Said) -> None:
-    """lower.c has plan.c in it, so the sanitizers see both."""
-    flags = [*STRICT, *(SANITIZED if name == "lower" else ()), "-O0"]
-    assert main(["run", *compiled(flags, tmp_path, name)]) == 0
+    claim = WHOLE if command[0].endswith("/testee") else CODEC
     assert f"conformant: kvproto {spec()} · {claim}" in capsys.readouterr().out
 
 
@@ -102,8 +93,7 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_what_rust_plans_and_lowers_is_conformant(planner: list[str], capsys: Said) -> None:
     assert main(["run", *planner]) == 0
-    claim = f"both · L2 · {' · '.join(sorted([*MESSAGES, *PLANS]))}"
-    assert f"conformant: kvproto {spec()} · {claim}" in capsys.readouterr().out
+    assert f"conformant: kvproto {spec()} · {WHOLE}" in capsys.readouterr().out
 
 
 def test_rust_plans_as_kvproto_does(planner: list[str]) -> None:
@@ -229,13 +219,23 @@ def said(frame: bytes) -> dict[str, object]:
     return {"message": message, "fields": fields}
 
 
-@pytest.mark.parametrize("language", ["node", "c"])
-def test_init_testee_gives_a_whole_codec(language: str, tmp_path: Path, capsys: Said) -> None:
-    assert main(["init-testee", "--lang", language, str(tmp_path)]) == 0
+def test_init_testee_gives_a_whole_codec(tmp_path: Path, capsys: Said) -> None:
+    assert main(["init-testee", "--lang", "node", str(tmp_path)]) == 0
     (made,) = tmp_path.iterdir()
     assert capsys.readouterr().out.startswith(str(made))
-    (kept,) = TESTEES.glob(f"{language}/codec.*")
+    (kept,) = TESTEES.glob("node/codec.*")
     assert made.read_text() == kept.read_text()
+
+
+def test_init_testee_gives_libkvproto_whole(tmp_path: Path, capsys: Said) -> None:
+    """In one folder, and compiled by the command that it prints."""
+    assert main(["init-testee", "--lang", "c", str(tmp_path)]) == 0
+    compiler, _, _ = capsys.readouterr().out.splitlines()[-1].partition(" && ")
+    subprocess.run(shlex.split(compiler), cwd=tmp_path, check=True, timeout=100)
+    with Driver([str(tmp_path / "testee")]) as testee:
+        greeting = testee.greet({"op": "hello"})
+    assert isinstance(greeting, dict)
+    assert greeting["name"] == "libkvproto"
 
 
 def test_init_testee_gives_all_files_or_none(tmp_path: Path, capsys: Said) -> None:

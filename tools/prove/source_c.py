@@ -22,6 +22,7 @@ from typing import Any
 import attrs
 
 from kvproto_conformance.live import Scenario, list_scenarios, run
+from tools import c_programs
 from tools.specgen.registry import ROOT
 
 FOLDER = ROOT / "conformance/testees/c"
@@ -63,10 +64,11 @@ def scenarios() -> list[Scenario]:
 
 def compiled(bug: Bug, folder: Path) -> str:
     """The program with a bug; raises CalledProcessError if it is no C any more."""
-    shutil.copytree(FOLDER, folder, dirs_exist_ok=True)
-    planted = folder / bug.file
+    for path in (FOLDER, ROOT / "libkvproto"):
+        shutil.copytree(path, folder / path.relative_to(ROOT), dirs_exist_ok=True)
+    planted = folder / FOLDER.relative_to(ROOT) / bug.file
     planted.write_text(planted.read_text().replace(bug.old, bug.new))
-    subprocess.run(["gcc", *FLAGS, "-o", folder / "source", folder / "source.c", "-lzmq"], check=True, timeout=120)
+    subprocess.run(c_programs.command("source", folder / "source", FLAGS, folder), check=True, timeout=120)
     return str(folder / "source")
 
 

@@ -25,15 +25,15 @@ struct Session { /* with one rank of the peer */
     Request *requests;
     Block *memory; /* of the Description and the plan */
     Side *side;
-    const Node *stated; /* the peer's Description */
-    uint64_t (*box)[ROW]; /* the plan */
+    const kvp_plan *plan;
+    const kvp_box *box; /* the plan's */
     size_t boxes;
     char digest[32];
     double heard;
 };
 static void *context;
 static struct { char *name; uint64_t incarnation; bool verify; Text geometry; char digest[32]; Side *side; End end; Block *memory; } me;
-static const char *mine_text = "", *yours_text = "", *inside = ""; /* inside: of what an error's path begins */
+static const char *inside = ""; /* inside: of what an error's path begins */
 static void send_frame(Session *session, const Text *frame);
 static bool routed(const Session *session, size_t i); /* whether box i is of this rank pair */
 
@@ -55,12 +55,6 @@ static void keep(Block **memory) { /* what was made so far outlives this turn */
     *memory = blocks;
     blocks = NULL;
 }
-static _Noreturn void deny(const char *error, const char *path, const char *mine, const char *yours) {
-    mine_text = mine;
-    yours_text = yours;
-    refuse(error, *path ? &(Path){NULL, path, 0} : NULL);
-}
-
 static bool may_connect(const char *address) { /* ipc in a directory that others cannot enter; this sink has no keys (KVP-NET-INSECURE) */
     struct stat about;
     char folder[108];
@@ -101,22 +95,31 @@ static uint64_t pid_namespace(void) {
 
 /* ---- whose memory it is ---- */
 
+static void put_number(Text *text, uint64_t number, int size) {
+    while (size--) add(text, &(uint8_t){(uint8_t)(number >> 8 * size)}, 1);
+}
+static void put_uint(Text *text, uint64_t number) { /* of msgpack, in its shortest form */
+    int log = number >> 32 ? 3 : number >> 16 ? 2 : number >> 8 ? 1 : 0;
+    if (number >= 0x80) put_number(text, (uint64_t)(0xcc + log), 1);
+    put_number(text, number, number < 0x80 ? 1 : 1 << log);
+}
 static Text attestation_of(uint64_t session, int access, const char *source, uint64_t source_replica, uint64_t source_rank, const char *sink, uint64_t sink_replica, uint64_t sink_rank) { /* 32 bytes */
     const char *engines[2] = {source, sink};
     uint64_t replicas[2] = {source_replica, sink_replica}, ranks[2] = {source_rank, sink_rank};
     char digest[32];
-    Text found = {0};
-    made.size = 0;
-    put_number(0x98, 1);
-    put_uint(session);
-    put_uint((uint64_t)access);
+    Text found = {0}, made = {0};
+    put_number(&made, 0x98, 1);
+    put_uint(&made, session);
+    put_uint(&made, (uint64_t)access);
     for (int i = 0; i < 2; i++) {
-        put_head(0xa0, 32, (const uint8_t[]){0xd9, 0xda, 0xdb, 0}, strlen(engines[i]));
-        add(&made, engines[i], strlen(engines[i]));
-        put_uint(replicas[i]);
-        put_uint(ranks[i]);
+        size_t size = strlen(engines[i]);
+        put_number(&made, size < 32 ? 0xa0 | size : 0xd900 | size, size < 32 ? 1 : 2);
+        add(&made, engines[i], size);
+        put_uint(&made, replicas[i]);
+        put_uint(&made, ranks[i]);
     }
     sha256(made.text, made.size, digest);
+    free(made.text);
     add(&found, digest, sizeof digest);
     return found;
 }
@@ -125,12 +128,10 @@ static Text attestation_of(uint64_t session, int access, const char *source, uin
 
 static Text frame_of(int layout, const char *fields) { /* a frame of fields in JSON form */
     Text frame = {0};
-    const char *before = reading;
-    reading = fields;
-    Node map = taken_map(&LAYOUTS[layout], json_here(), NULL);
-    put_frame(&LAYOUTS[layout], &map);
-    add(&frame, made.text, made.size);
-    reading = before;
+    kvp_message *message;
+    root_of_json(layout, fields, &message);
+    add_message(&frame, message, true);
+    kvp_message_free(message);
     return frame;
 }
 static void notice(Session *session, int layout, const char *fields) { /* or a reply: sent once */
@@ -149,13 +150,13 @@ static uint64_t ask(Session *session, int layout, uint64_t sequence, const char 
     Text json = {0};
     uint64_t id = session->next_request++;
     form(&json, "{");
-    if (layout != L_Hello) form(&json, "\"session\": \"%llu\", ", (unsigned long long)session->id);
+    if (layout != KVP_HELLO) form(&json, "\"session\": \"%llu\", ", (unsigned long long)session->id);
     form(&json, "\"request\": \"%llu\"%s}", (unsigned long long)id, fields);
     await_answer(session, layout, id, sequence, frame_of(layout, json.text));
     free(json.text);
     return id;
 }
-static bool answered(Session *session, const Node *request, int kind) { /* whether this answers a request that is out */
+static bool answered(Session *session, const kvp_value *request, int kind) { /* whether this answers a request that is out */
     for (Request **each = &session->requests; *each; each = &(*each)->next)
         if ((*each)->id == request->number && (*each)->kind == kind) {
             Request *found = *each;
@@ -166,18 +167,17 @@ static bool answered(Session *session, const Node *request, int kind) { /* wheth
         }
     return false;
 }
-static void form_quoted(Text *json, const char *name, const char *text) { /* what a peer has named may hold anything */
-    form(json, ", \"%s\": \"", name);
-    for (const char *c = text; *c; c++) form(json, *c == '"' || *c == '\\' ? "\\%c" : (uint8_t)*c < 0x20 ? "\\u%04x" : "%c", (uint8_t)*c);
-    form(json, "\"");
+static void form_named(Text *json, const char *name, const char *text) {
+    form(json, ", \"%s\": ", name);
+    form_quoted(json, text);
 }
 static void form_refusal(Text *json) { /* what was refused last; fields that follow others */
     form(json, ", \"code\": \"%s\"", code);
-    form_quoted(json, "path", where.text);
-    form_quoted(json, "mine", mine_text);
-    form_quoted(json, "yours", yours_text);
+    form_named(json, "path", where.text);
+    form_named(json, "mine", mine_text);
+    form_named(json, "yours", yours_text);
 }
-static void say_error(Session *session, const Node *id, const Node *request, unsigned about) { /* about: a type, or 0 for a frame of none */
+static void say_error(Session *session, const kvp_value *id, const kvp_value *request, unsigned about) { /* about: a type, or 0 for a frame of none */
     Text json = {0}, refusal = {0};
     form(&json, "{");
     if (about) form(&json, "\"about\": \"%u\", ", about);
@@ -186,7 +186,7 @@ static void say_error(Session *session, const Node *id, const Node *request, uns
     form_refusal(&refusal);
     form(&json, "%s}", refusal.text + 2); /* without the comma before it */
     free(refusal.text);
-    notice(session, L_Error, json.text);
+    notice(session, KVP_ERROR, json.text);
     free(json.text);
 }
 static void drop_requests(Session *session, int but) { /* all, or all but those of one kind */
@@ -204,38 +204,15 @@ static void drop_requests(Session *session, int but) { /* all, or all but those 
 
 /* ---- frames in ---- */
 
-static const int REQUESTS[] = {L_Hello, L_Ping, L_Describe, L_Register, L_Unregister, L_Transfer, L_Grant, L_Done, L_Failed, L_Abort, L_Offer, L_Renew};
+static const int REQUESTS[] = {KVP_HELLO, KVP_PING, KVP_DESCRIBE, KVP_REGISTER, KVP_UNREGISTER, KVP_TRANSFER, KVP_GRANT, KVP_DONE, KVP_FAILED, KVP_ABORT, KVP_OFFER, KVP_RENEW};
 static bool is_request(int layout) {
     for (int i = 0; i < COUNT(REQUESTS); i++)
         if (REQUESTS[i] == layout) return true;
     return false;
 }
-static void read_ids(const uint8_t *frame, size_t size, Node *session, Node *request) { /* of any body, as far as its first fields can be read */
-    const char *error = code;
-    char *path = copy_of(where.text, where.size);
-    jmp_buf here, *outer = refused;
-    refused = &here;
-    if (!setjmp(here)) {
-        data = frame + HEADER;
-        at = 1;
-        end = size - HEADER;
-        for (uint64_t before = 0; kind_here(NULL) == UINT && before < 2;) {
-            uint64_t id = head(NULL);
-            if (id <= before || id > 2 || kind_here(NULL) != UINT) break;
-            *(id == 1 ? session : request) = (Node){.kind = UINT, .number = head(NULL)};
-            before = id;
-        }
-    }
-    refused = outer;
-    code = error;
-    where.size = 0;
-    add(&where, path, strlen(path));
-    free(path);
-}
-static int kind_of(const uint8_t *frame, size_t size) { /* the layout of the message that it says to be; -1 for no message that is known (KVP-ERR-SILENT) */
-    for (int i = 0; size >= HEADER && !memcmp(frame, "KVPW", 4) && i < COUNT(LAYOUTS); i++)
-        if (LAYOUTS[i].type && LAYOUTS[i].type == number_of(frame + 6, 2, true)) return frame[4] == (LAYOUTS[i].frozen ? 0 : MAJOR) ? i : -1;
-    return -1;
+static kvp_value request_of(const kvp_value *map) { /* the id of a request, of any message that has one */
+    kvp_value second = *kvp_field(map, KVP_DONE_REQUEST);
+    return second.kind == KVP_KIND_UINT ? second : (kvp_value){0};
 }
 static void begin_path(void) { /* KVP-DSC-PATH */
     Text path = {0};
@@ -248,70 +225,62 @@ static void begin_path(void) { /* KVP-DSC-PATH */
 
 /* ---- what both sides state ---- */
 
-static void form_digest(Text *text, uint64_t (*row)[ROW], size_t count) {
-    char *bytes = get(count * sizeof *row + 1), digest[32];
-    for (size_t i = 0; i < count * ROW; i++)
-        for (int b = 0; b < 8; b++) bytes[8 * i + (size_t)b] = (char)(row[i / ROW][i % ROW] >> 8 * b);
-    sha256(bytes, count * sizeof *row, digest);
-    form_hex(text, digest, sizeof digest);
-}
 static void form_routes(Text *text, const Session *session) { /* and the plan's digest, as Register and Registered have them */
+    size_t count;
+    const kvp_route *routes = kvp_plan_routes(session->plan, &count);
     form(text, "\"routes\": [");
     bool more = false;
-    for (size_t i = 0, n; i < session->boxes; i += n) {
-        for (n = 1; i + n < session->boxes && !memcmp(session->box[i], session->box[i + n], 3 * sizeof(uint64_t)); n++) {}
-        if (!routed(session, i)) continue;
-        form(text, "%s{\"group\": \"%llu\", \"digest\": \"", more ? ", " : "", (unsigned long long)session->box[i][2]);
-        form_digest(text, session->box + i, n);
+    for (size_t i = 0; i < count; i++) {
+        if (!routed(session, (size_t)(routes[i].boxes - session->box))) continue;
+        form(text, "%s{\"group\": \"%llu\", \"digest\": \"", more ? ", " : "", (unsigned long long)routes[i].group);
+        form_hex(text, routes[i].digest, 32);
         form(text, "\"}");
         more = true;
     }
     form(text, "], \"plan\": \"");
-    form_digest(text, session->box, session->boxes);
+    form_hex(text, kvp_plan_digest(session->plan), 32);
     form(text, "\"");
 }
-static void content_digest(char digest[32], const uint64_t *tokens, uint64_t count) { /* of a text */
-    Text json = {0};
-    form(&json, "{\"tokens\": [");
-    for (uint64_t i = 0; i < count; i++) form(&json, "%s\"%llu\"", i ? ", " : "", (unsigned long long)tokens[i]);
-    form(&json, "], \"adapter\": \"\", \"salts\": []}");
-    reading = json.text;
-    Node map = taken_map(&LAYOUTS[L_Content], json_here(), NULL);
-    made.size = 0;
-    put_map(&LAYOUTS[L_Content], &map);
-    sha256(made.text, made.size, digest);
-    free(json.text);
+static void make_plan(Session *session, const Side *source, const Side *sink, uint64_t features) {
+    kvp_plan *plan;
+    check(kvp_plan_new(source->description, sink->description, features, &TURN, &plan, &refusal));
+    session->plan = plan;
+    session->box = kvp_plan_boxes(plan, &session->boxes);
 }
-static void open_engine(const Json *question) { /* what this engine is from now on */
-    const Json *verify = member(question, "verify"), *transport = member(question, "transport");
-    if (!open_pool(member(question, "world")->text, !strcmp(transport->text, "SHM"))) deny("NO_TRANSPORT", "world", "gqa, mla, hybrid, long", "another");
+static void content_digest(char digest[32], const uint64_t *tokens, uint64_t count) { /* of a text */
+    Text bytes = {0};
+    kvp_message *content = kvp_message_new(KVP_CONTENT, &TURN);
+    kvp_value *root = kvp_fill(content);
+    kvp_set_numbers(content, root, KVP_CONTENT_TOKENS, tokens, count);
+    kvp_set_bytes(content, root, KVP_CONTENT_ADAPTER, "", 0);
+    kvp_set_texts(content, root, KVP_CONTENT_SALTS, NULL, NULL, 0);
+    add_message(&bytes, content, false);
+    sha256(bytes.text, bytes.size, digest);
+    free(bytes.text);
+    kvp_message_free(content);
+}
+static void open_engine(Slice question) { /* what this engine is from now on */
+    Slice verify = member(question, "verify");
+    if (!open_pool(text_of(member(question, "world")), is(member(question, "transport"), "SHM"))) deny("NO_TRANSPORT", "world", "gqa, mla, hybrid, long", "another");
     struct timespec t;
     clock_gettime(CLOCK_REALTIME, &t);
     uint32_t chance;
     random_bytes(&chance, sizeof chance);
-    me.name = copy_of(member(question, "name")->text, member(question, "name")->size);
+    me.name = strdup(text_of(member(question, "name")));
     me.incarnation = ((uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000) << 20 | (chance & 0xfffff);
-    me.verify = !verify || verify->truth;
+    me.verify = !verify.text || *verify.text == 't';
     Text json = {0}, columns = {0};
+    kvp_message *geometry;
     form_geometry(&json);
     form_columns(&columns);
-    reading = json.text;
-    Node *map = get(sizeof *map);
-    *map = taken_map(&LAYOUTS[L_Geometry], json_here(), NULL);
-    me.side = side_of_map(map);
-    made.size = 0;
-    put_map(&LAYOUTS[L_Geometry], map);
-    add(&me.geometry, made.text, made.size);
+    root_of_json(KVP_GEOMETRY, json.text, &geometry);
+    add_message(&me.geometry, geometry, false);
+    me.side = side_of(me.geometry.text, me.geometry.size);
     sha256(me.geometry.text, me.geometry.size, me.digest);
-    reading = columns.text;
-    me.end = (End){.side = me.side, .mine = &me.side->ranks[0]};
-    me.end.columns = taken_list(L_Columns, json_here(), &me.end.column_count);
-    say("\"geometry\": \"");
-    Text hex = {0};
-    form_hex(&hex, me.geometry.text, me.geometry.size);
-    say(hex.text);
-    say("\"");
-    free(hex.text);
+    me.end = (End){.side = me.side, .mine = &me.side->ranks[0], .columns = list_of_json(KVP_COLUMNS, columns.text)};
+    form(&out, "\"geometry\": \"");
+    form_hex(&out, me.geometry.text, me.geometry.size);
+    form(&out, "\"");
     free(json.text);
     free(columns.text);
     keep(&me.memory);
@@ -319,24 +288,20 @@ static void open_engine(const Json *question) { /* what this engine is from now 
 
 /* ---- what the suite asks of a live engine ---- */
 
-static void answer_live(const char *op, const Json *question);
-static bool answer_as_engine(const char *op, const Json *question) {
+static void answer_live(Slice op, Slice question);
+static void answer_as_engine(Slice op, Slice question) {
     const size_t begun = out.size;
     jmp_buf here, *outer = refused;
     refused = &here;
-    say("\"ok\": {");
+    form(&out, "\"ok\": {");
     if (setjmp(here)) {
         out.size = begun;
-        Text json = {0};
-        form(&json, "\"err\": {\"code\": \"%s\", \"path\": \"%s\", \"text\": \"%s, not %s\"}", code, where.text, mine_text, yours_text);
-        say(json.text);
-        free(json.text);
+        form(&out, "\"err\": {\"code\": \"%s\", \"path\": \"%s\", \"text\": \"%s, not %s\"}", code, where.text, mine_text, yours_text);
     } else {
         answer_live(op, question);
-        say("}");
+        form(&out, "}");
     }
     refused = outer;
-    return true;
 }
 static bool stopped;
 static Text heard;
@@ -362,5 +327,5 @@ static void free_engine(void) {
     blocks = outer;
     free(me.name);
     free(me.geometry.text);
-    for (Text *each[] = {&heard, &out, &where, &made, &moves, &maps}, **t = each; t < each + 6; t++) free((*t)->text);
+    for (Text *each[] = {&heard, &out, &where}, **t = each; t < each + 3; t++) free((*t)->text);
 }

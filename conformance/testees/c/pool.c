@@ -1,31 +1,10 @@
 /* The memory of a small engine in C, and how its attention reads it. What kvproto is told of it follows from the same table; the reading does not. Included by peer.c. */
 #define _GNU_SOURCE
 #include <fcntl.h>
-#include <stdarg.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <unistd.h>
-#define LIVE
-#include "lower.c"
-
-/* ---- text ---- */
-
-static void form(Text *text, const char *format, ...) {
-    va_list list, again;
-    va_start(list, format);
-    va_copy(again, list);
-    int size = vsnprintf(NULL, 0, format, list);
-    char *made_here = malloc((size_t)size + 1);
-    if (!made_here) abort();
-    vsnprintf(made_here, (size_t)size + 1, format, again);
-    add(text, made_here, (size_t)size);
-    free(made_here);
-    va_end(list);
-    va_end(again);
-}
-static void form_hex(Text *text, const void *bytes, size_t size) {
-    for (size_t i = 0; i < size; i++) form(text, "%02x", ((const uint8_t *)bytes)[i]);
-}
+#include "engine.c"
 
 /* ---- worlds: what caches the suite asks an engine to have (testee.md, live engines) ---- */
 
@@ -90,6 +69,11 @@ static bool open_pool(const char *world, bool shared) { /* a sealed memfd, where
     if (pool.fd < 0 || ftruncate(pool.fd, (off_t)pool.size) || fcntl(pool.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)) return false;
     pool.bytes = mmap(NULL, pool.size, PROT_READ | PROT_WRITE, MAP_SHARED, pool.fd, 0);
     return pool.bytes != MAP_FAILED;
+}
+
+static void *pool_place(void *state, uint64_t region, uint64_t offset, uint64_t size) {
+    (void)state;
+    return !region && offset <= pool.size && size <= pool.size - offset ? pool.bytes + offset : NULL;
 }
 
 /* ---- attention: a row of a head, by item and row; heads come first in an item ---- */

@@ -33,7 +33,8 @@ struct Transfer {
     int state;
     bool aborted, unseen; /* unseen: aborted before it came */
     char key[16], content[32];
-    Node *grants, *windows; /* as asked, and as served */
+    const kvp_value *grants; /* as asked */
+    kvp_value *windows;      /* as served */
     size_t grant_count;
     Prompt *prompt;
     double until; /* while it waits for its prompt */
@@ -165,8 +166,8 @@ static void fail_as(Session *session, Transfer *transfer, uint64_t id) { /* with
     transfer->packed = (Text){0};
     form_ids(&json, session, id ? id : session->next_request++, transfer->sequence);
     form(&json, "%s}", transfer->failed.text);
-    if (id) notice(session, L_Failed, json.text); /* a reply: again only if the Transfer comes again */
-    else await_answer(session, L_Failed, session->next_request - 1, transfer->sequence, frame_of(L_Failed, json.text));
+    if (id) notice(session, KVP_FAILED, json.text); /* a reply: again only if the Transfer comes again */
+    else await_answer(session, KVP_FAILED, session->next_request - 1, transfer->sequence, frame_of(KVP_FAILED, json.text));
     free(json.text);
 }
 static void fail(Session *session, Transfer *transfer, const char *error, const char *path) {
@@ -179,81 +180,101 @@ static void accept(Session *session, const Transfer *transfer, uint64_t request)
     Text json = {0};
     form_ids(&json, session, request, transfer->sequence);
     form(&json, ", \"state\": \"%s\"}", !transfer->prompt ? "PENDING" : transfer->prompt->finished ? "READY" : "RUNNING");
-    notice(session, L_Accepted, json.text);
+    notice(session, KVP_ACCEPTED, json.text);
     free(json.text);
 }
 
 /* ---- what of a Transfer is refused, in the order of its table ---- */
 
-static const Group *group_with(const Side *side, uint64_t id) {
-    for (size_t i = 0; i < side->group_count; i++)
-        if (side->groups[i].id == id) return &side->groups[i];
-    return NULL;
-}
 static const Share *share_in(const End *end, const Group *group) {
     const Share *share = end->mine->shares;
     while (share->group != group) share++;
     return share;
 }
-static const Group *origin_of(const Session *session, const uint64_t *box) { /* the group of this source from which a box is read */
-    const Part *part = &group_with(session->side, box[2])->parts[box[6]];
-    return claim_of(me.side, box[3], word_of(me.side, &part->name), box[4])->group;
+static size_t part_named(const Group *group, const kvp_value *name) { /* its place; that of none where it has no such part */
+    size_t p = 0;
+    while (p < group->count && !same(&group->parts[p].name, name)) p++;
+    return p;
+}
+static const Group *origin_of(const Session *session, const kvp_box *box) { /* the group of this source, of one rank, from which a box is read */
+    const Part *part = &group_with(session->side, box->group)->parts[box->part];
+    const Rank *mine = me.end.mine;
+    for (size_t i = 0; i < mine->count; i++) {
+        const Share *share = &mine->shares[i];
+        if (share->group->model != box->model || part_named(share->group, &part->name) == share->group->count) continue;
+        for (size_t k = 0; k < share->layers.count; k++)
+            if (share->layers.numbers[k] == box->layer) return share->group;
+    }
+    abort();
+}
+static void rows_of(const Group *group, const kvp_value *grant, uint64_t *begin, uint64_t *end) {
+    uint64_t first = kvp_number(grant, KVP_GRANTS_FIRST), count = kvp_number(grant, KVP_GRANTS_COUNT), s = group->tokens;
+    *begin = group->partial ? first / s : (first + s - 1) / s;
+    *end = (first + count + (group->partial ? s - 1 : 0)) / s;
+    if (!count || *end < *begin) *end = *begin;
+}
+static kvp_window served(const Session *session, const Group *group, const kvp_value *grant, uint64_t since, int *result) { /* of a window, what there is from a token on */
+    kvp_window window = {0};
+    *result = kvp_deal_late(group->deal, share_in(&session->sink->end, group)->cp_rank, since, grant, &window, &refusal);
+    return window;
 }
 static _Noreturn void bad_grant(const char *error, size_t i, const char *name, const char *mine, const char *yours) { deny_at(error, "grants[%zu]", i, name, -1, mine, yours); }
-static void check_agreement(const Session *session, const Node *map) {
-    Node writers = field(L_Transfer, map, "writers");
+static void check_agreement(const Session *session, const kvp_value *map) {
+    kvp_value writers = field(map, KVP_TRANSFER_WRITERS);
     size_t n = 0;
-    if (number(L_Transfer, map, "source_version") != 1) deny("DESCRIPTION_MISMATCH", "source_version", "1", "another");
-    if (number(L_Transfer, map, "sink_version") != session->version) deny("BAD_GRANT", "sink_version", "that of Describe", "another");
-    if (number(L_Transfer, map, "epoch") != session->sink->epoch) deny("BAD_GRANT", "epoch", "that of Register", "another");
+    if (kvp_number(map, KVP_TRANSFER_SOURCE_VERSION) != 1) deny("DESCRIPTION_MISMATCH", "source_version", "1", "another");
+    if (kvp_number(map, KVP_TRANSFER_SINK_VERSION) != session->version) deny("BAD_GRANT", "sink_version", "that of Describe", "another");
+    if (kvp_number(map, KVP_TRANSFER_EPOCH) != session->sink->epoch) deny("BAD_GRANT", "epoch", "that of Register", "another");
     for (size_t i = 0; i < session->boxes; i++) {
-        if (session->box[i][1] != session->rank || (n && writers.numbers[n - 1] == session->box[i][0])) continue;
-        if (n >= writers.count || writers.numbers[n++] != session->box[i][0]) deny("BAD_GRANT", "writers", "the ranks with a route to this sink rank", "others");
+        if (session->box[i].sink != session->rank || (n && writers.numbers[n - 1] == session->box[i].source)) continue;
+        if (n >= writers.count || writers.numbers[n++] != session->box[i].source) deny("BAD_GRANT", "writers", "the ranks with a route to this sink rank", "others");
     }
     if (n != writers.count) deny("BAD_GRANT", "writers", "the ranks with a route to this sink rank", "more");
 }
-static void check_groups(const Session *session, const Node *grants) {
+static void check_groups(const Session *session, const kvp_value *grants) {
     size_t n = 0;
     uint64_t before = UINT64_MAX;
     for (size_t i = 0; i < session->boxes; i++) {
-        if (!routed(session, i) || session->box[i][2] == before) continue;
-        before = session->box[i][2];
-        if (n >= grants->count || number(L_Grants, &grants->items[n++], "group") != before) deny("BAD_GRANT", "grants", "the routed groups", "others");
+        if (!routed(session, i) || session->box[i].group == before) continue;
+        before = session->box[i].group;
+        if (n >= grants->count || kvp_number(&grants->items[n++], KVP_GRANTS_GROUP) != before) deny("BAD_GRANT", "grants", "the routed groups", "others");
     }
     if (n != grants->count) deny("BAD_GRANT", "grants", "the routed groups", "more");
 }
 static bool begins_early(const Session *session, const Group *group, uint64_t first) { /* before the origin of a deal, of either side */
     if (group->cp_size > 1 && first < group->origin) return true;
     for (size_t i = 0; i < session->boxes; i++) {
-        if (!routed(session, i) || session->box[i][2] != group->id) continue;
-        const Group *from = origin_of(session, session->box[i]);
+        if (!routed(session, i) || session->box[i].group != group->id) continue;
+        const Group *from = origin_of(session, &session->box[i]);
         if (from->cp_size > 1 && first < from->origin) return true;
     }
     return false;
 }
-static uint64_t items_needed(const Session *session, const Group *group, const Node *grant) {
-    uint64_t begin, stop, cp_rank = share_in(&session->sink->end, group)->cp_rank;
-    if (group->kind != PAGE) return group->kind == HANDOFF ? 0 : 1;
-    rows_of(group, grant, &begin, &stop);
-    uint64_t lo = rows_below(group, cp_rank, begin * group->tokens), hi = rows_below(group, cp_rank, stop * group->tokens);
-    return hi > lo ? (hi - 1) / group->rows - lo / group->rows + 1 : 0;
+static uint64_t items_needed(const Session *session, const Group *group, const kvp_value *grant) {
+    return kvp_deal_items(group->deal, share_in(&session->sink->end, group)->cp_rank, kvp_number(grant, KVP_GRANTS_FIRST), kvp_number(grant, KVP_GRANTS_COUNT));
 }
-static void check_grant(const Session *session, const Node *grant, size_t i, uint64_t *all) {
-    const Group *group = group_with(session->side, number(L_Grants, grant, "group"));
+static int by_number(const void *a, const void *b) {
+    const uint64_t *x = a, *y = b;
+    return (*x > *y) - (*x < *y);
+}
+static void check_grant(const Session *session, const kvp_value *grant, size_t i, uint64_t *all) {
+    const Group *group = group_with(session->side, kvp_number(grant, KVP_GRANTS_GROUP));
     const End *end = &session->sink->end;
-    Node items = field(L_Grants, grant, "items");
-    uint64_t first = number(L_Grants, grant, "first"), count = number(L_Grants, grant, "count"), begin, stop;
-    if ((*all += items.count) > MAX_ITEMS) bad_grant("BAD_GRANT", i, "items", "no more than max_items", "more");
+    kvp_value items = field(grant, KVP_GRANTS_ITEMS);
+    uint64_t first = kvp_number(grant, KVP_GRANTS_FIRST), count = kvp_number(grant, KVP_GRANTS_COUNT), begin, stop;
+    int result;
+    if ((*all += items.count) > KVP_MAX_ITEMS) bad_grant("BAD_GRANT", i, "items", "no more than max_items", "more");
     rows_of(group, grant, &begin, &stop);
     if (group->kind != HANDOFF) {
         if (group->kind != SLOT && count && first % group->tokens) bad_grant("BAD_GRANT", i, "first", "the beginning of a row", "within one");
-        if (inside_item(group, share_in(end, group)->cp_rank, grant)) bad_grant("BAD_GRANT", i, "first", "the beginning of an item", "within one");
+        served(session, group, grant, 0, &result);
+        if (result) bad_grant("BAD_GRANT", i, "first", "the beginning of an item", "within one");
         if (group->kind == RING && stop - begin > group->rows) bad_grant("BAD_GRANT", i, "count", "no more rows than the ring has", "more");
         if (count && begins_early(session, group, first)) bad_grant("BAD_GRANT", i, "first", "no token before the origin", "one");
     }
     if (items.count != items_needed(session, group, grant)) bad_grant("BAD_GRANT", i, "items", "as many as the window needs", "another number");
     if (!items.count) return;
-    uint64_t pool_items = number(L_Columns, of_group(L_Columns, end->columns, end->column_count, group->id), "items");
+    uint64_t pool_items = kvp_number(of_group(&end->columns, group->id), KVP_COLUMNS_ITEMS);
     for (size_t k = 0; k < items.count; k++)
         if (items.numbers[k] >= pool_items) bad_grant("OUT_OF_REGION", i, "items", "items of the pool", "one beyond it");
     uint64_t *sorted = get(items.count * sizeof *sorted);
@@ -262,31 +283,31 @@ static void check_grant(const Session *session, const Node *grant, size_t i, uin
     for (size_t k = 1; k < items.count; k++)
         if (sorted[k] == sorted[k - 1]) bad_grant("ITEM_ALIAS", i, "items", "each item once", "one twice");
 }
-static const Node *grant_of(const Node *grants, uint64_t group, size_t *i) {
+static const kvp_value *grant_of(const kvp_value *grants, uint64_t group, size_t *i) {
     for (*i = 0; *i < grants->count; ++*i)
-        if (number(L_Grants, &grants->items[*i], "group") == group) return &grants->items[*i];
+        if (kvp_number(&grants->items[*i], KVP_GRANTS_GROUP) == group) return &grants->items[*i];
     return NULL;
 }
 static bool is_scale_of(const char *name, const char *other) { /* of the registered names, those of scales end so (parts.md) */
     size_t size = strlen(other);
     return !strncmp(name, other, size) && !strcmp(name + size, "_scale");
 }
-static void check_scale_windows(const Session *session, const Node *grants) { /* KVP-GRANT-SCALES */
+static void check_scale_windows(const Session *session, const kvp_value *grants) { /* KVP-GRANT-SCALES */
     for (size_t i = 0, j; i < grants->count; i++) {
-        const Group *group = group_with(session->side, number(L_Grants, &grants->items[i], "group"));
+        const Group *group = group_with(session->side, kvp_number(&grants->items[i], KVP_GRANTS_GROUP));
         for (size_t p = 0; group->partial && group->kind == PAGE && p < group->count; p++) {
-            const Registered *name = registered(&group->parts[p].name);
+            const char *name = kvp_part_named(group->parts[p].name.bytes, group->parts[p].name.count, NULL);
             for (size_t n = 0; name && n < session->side->group_count; n++) {
                 const Group *rows_group = &session->side->groups[n];
-                const Node *grant = grant_of(grants, rows_group->id, &j);
+                const kvp_value *grant = grant_of(grants, rows_group->id, &j);
                 bool scaled = false;
                 for (size_t q = 0; q < rows_group->count; q++) {
-                    const Registered *other = registered(&rows_group->parts[q].name);
-                    scaled |= other && is_scale_of(name->name, other->name);
+                    const char *other = kvp_part_named(rows_group->parts[q].name.bytes, rows_group->parts[q].name.count, NULL);
+                    scaled |= other && is_scale_of(name, other);
                 }
                 if (!grant || !scaled || rows_group->partial || rows_group->kind != PAGE || rows_group->model != group->model) continue;
-                uint64_t origin = group->origin > rows_group->origin ? group->origin : rows_group->origin, a = number(L_Grants, &grants->items[i], "first"), b = number(L_Grants, grant, "first");
-                if (!number(L_Grants, &grants->items[i], "count") && !number(L_Grants, grant, "count")) continue;
+                uint64_t origin = group->origin > rows_group->origin ? group->origin : rows_group->origin, a = kvp_number(&grants->items[i], KVP_GRANTS_FIRST), b = kvp_number(grant, KVP_GRANTS_FIRST);
+                if (!kvp_number(&grants->items[i], KVP_GRANTS_COUNT) && !kvp_number(grant, KVP_GRANTS_COUNT)) continue;
                 if ((a > origin ? a : origin) != (b > origin ? b : origin)) bad_grant("BAD_GRANT", i, "first", "where the rows begin that these scale", "elsewhere");
             }
         }
@@ -295,14 +316,14 @@ static void check_scale_windows(const Session *session, const Node *grants) { /*
 
 /* ---- items that lie over each other ---- */
 
-typedef struct { uint64_t region, begin, end; size_t grant; } Bytes;
+typedef struct { uint64_t region, begin, end; size_t grant; } Place;
 static int by_begin(const void *a, const void *b) {
-    const Bytes *x = a, *y = b;
+    const Place *x = a, *y = b;
     if (x->region != y->region) return x->region > y->region ? 1 : -1;
     return (x->begin > y->begin) - (x->begin < y->begin);
 }
 static size_t over_each_other(Text *spans) { /* the grant whose bytes another's lie over; SIZE_MAX where none do */
-    Bytes *each = (Bytes *)spans->text;
+    Place *each = (Place *)spans->text;
     size_t count = spans->size / sizeof *each, found = SIZE_MAX;
     if (count) qsort(each, count, sizeof *each, by_begin);
     for (size_t i = 1, far = 0; i < count; i++) {
@@ -314,42 +335,41 @@ static size_t over_each_other(Text *spans) { /* the grant whose bytes another's 
     }
     return found;
 }
-static void add_spans(Text *spans, const Session *session, const Node *grants, bool whole) { /* of each column: all that its granted items reach, or each row of a lane */
+static void add_spans(Text *spans, const Session *session, const kvp_value *grants, bool whole) { /* of each column: all that its granted items reach, or each row of a lane */
     const End *end = &session->sink->end;
     for (size_t i = 0; i < grants->count; i++) {
-        const Group *group = group_with(session->side, number(L_Grants, &grants->items[i], "group"));
-        Node items = field(L_Grants, &grants->items[i], "items");
+        const Group *group = group_with(session->side, kvp_number(&grants->items[i], KVP_GRANTS_GROUP));
+        kvp_value items = field(&grants->items[i], KVP_GRANTS_ITEMS);
         if (!items.count || group->kind == HANDOFF) continue;
-        const Node *columns = of_group(L_Columns, end->columns, end->column_count, group->id);
+        const kvp_value *columns = of_group(&end->columns, group->id);
         const Share *share = share_in(end, group);
-        Window window = {.columns = columns};
         for (size_t k = 0; k < share->layers.count * group->count; k++) {
-            uint64_t lanes = 0, size = group->parts[k % group->count].bytes, region = of_column(&window, "region", k), offset = of_column(&window, "offset", k);
-            uint64_t strides[3] = {of_column(&window, "item_stride", k), of_column(&window, "row_stride", k), of_column(&window, "lane_stride", k)};
+            uint64_t lanes = 0, size = group->parts[k % group->count].bytes, region = kvp_field(columns, KVP_COLUMNS_REGION)->numbers[k], offset = kvp_field(columns, KVP_COLUMNS_OFFSET)->numbers[k];
+            uint64_t strides[3] = {kvp_field(columns, KVP_COLUMNS_ITEM_STRIDE)->numbers[k], kvp_field(columns, KVP_COLUMNS_ROW_STRIDE)->numbers[k], kvp_field(columns, KVP_COLUMNS_LANE_STRIDE)->numbers[k]};
             for (size_t n = 0; n < share->count; n++)
                 if (share->spans[n].part == k % group->count) lanes += share->spans[n].hi - share->spans[n].lo;
             uint64_t reach = size + (group->rows > 1 ? (group->rows - 1) * strides[1] : 0) + (lanes > 1 ? (lanes - 1) * strides[2] : 0), least = UINT64_MAX, most = 0;
             for (size_t n = 0; n < items.count; n++) {
-                uint64_t begin = offset + items.numbers[n] * (number(L_Columns, columns, "items") > 1 ? strides[0] : 0);
+                uint64_t begin = offset + items.numbers[n] * (kvp_number(columns, KVP_COLUMNS_ITEMS) > 1 ? strides[0] : 0);
                 least = begin < least ? begin : least;
                 most = begin > most ? begin : most;
                 for (uint64_t row = 0; !whole && row < group->rows; row++)
                     for (uint64_t lane = 0; lane < lanes; lane++) {
                         uint64_t from = begin + (group->rows > 1 ? row * strides[1] : 0) + (lanes > 1 ? lane * strides[2] : 0);
-                        Bytes *last = spans->size ? (Bytes *)(spans->text + spans->size) - 1 : NULL;
+                        Place *last = spans->size ? (Place *)(spans->text + spans->size) - 1 : NULL;
                         if (last && last->region == region && last->grant == i && last->end == from) last->end += size;
-                        else add(spans, &(Bytes){region, from, from + size, i}, sizeof(Bytes));
-                        if (spans->size / sizeof(Bytes) > MAX_SPANS) {
+                        else add(spans, &(Place){region, from, from + size, i}, sizeof(Place));
+                        if (spans->size / sizeof(Place) > KVP_MAX_SPANS) {
                             free(spans->text);
                             bad_grant("ITEM_ALIAS", i, "items", "no more spans than can be compared", "more");
                         }
                     }
             }
-            if (whole) add(spans, &(Bytes){region, least, most + reach, i}, sizeof(Bytes));
+            if (whole) add(spans, &(Place){region, least, most + reach, i}, sizeof(Place));
         }
     }
 }
-static void check_alias(const Session *session, const Node *grants) {
+static void check_alias(const Session *session, const kvp_value *grants) {
     for (int pass = 0; pass < 2; pass++) { /* first whole columns, which mostly lie apart */
         Text spans = {0};
         add_spans(&spans, session, grants, !pass);
@@ -372,8 +392,8 @@ static void check_ticket(const Session *session, const char *key, uint64_t seque
 static uint64_t held_since(const Session *session, uint64_t group, const Prompt *prompt) { /* the first token of which all rows are there, in all groups that it is read from */
     uint64_t since = 0;
     for (size_t i = 0; i < session->boxes; i++) {
-        if (!routed(session, i) || session->box[i][2] != group) continue;
-        const Group *from = origin_of(session, session->box[i]);
+        if (!routed(session, i) || session->box[i].group != group) continue;
+        const Group *from = origin_of(session, &session->box[i]);
         uint64_t rows = prompt->computed / from->tokens, mine = from->kind == RING && rows > from->rows ? (rows - from->rows) * from->tokens : 0;
         since = mine > since ? mine : since;
     }
@@ -383,33 +403,32 @@ static void check_windows(const Session *session, const Transfer *transfer) { /*
     const Prompt *prompt = transfer->prompt;
     static char mine[32], yours[32];
     for (size_t i = 0; i < transfer->grant_count; i++) {
-        const Node *grant = &transfer->grants[i];
-        const Group *group = group_with(session->side, number(L_Grants, grant, "group"));
+        const kvp_value *grant = &transfer->grants[i];
+        const Group *group = group_with(session->side, kvp_number(grant, KVP_GRANTS_GROUP));
         snprintf(mine, sizeof mine, "%llu", (unsigned long long)prompt->count);
-        snprintf(yours, sizeof yours, "%llu", (unsigned long long)number(L_Grants, grant, "valid"));
-        if (group->kind != HANDOFF && number(L_Grants, grant, "valid") > prompt->count) bad_grant("BAD_GRANT", i, "valid", mine, yours);
+        snprintf(yours, sizeof yours, "%llu", (unsigned long long)kvp_number(grant, KVP_GRANTS_VALID));
+        if (group->kind != HANDOFF && kvp_number(grant, KVP_GRANTS_VALID) > prompt->count) bad_grant("BAD_GRANT", i, "valid", mine, yours);
     }
     for (size_t i = 0; i < transfer->grant_count; i++) {
-        const Node *grant = &transfer->grants[i];
-        const Group *group = group_with(session->side, number(L_Grants, grant, "group"));
-        uint64_t first = number(L_Grants, grant, "first"), since = held_since(session, group->id, prompt);
+        const kvp_value *grant = &transfer->grants[i];
+        const Group *group = group_with(session->side, kvp_number(grant, KVP_GRANTS_GROUP));
+        uint64_t first = kvp_number(grant, KVP_GRANTS_FIRST), since = held_since(session, group->id, prompt);
         snprintf(mine, sizeof mine, "%llu", (unsigned long long)since);
         snprintf(yours, sizeof yours, "%llu", (unsigned long long)first);
-        Node copy = *grant;
-        copy.items = get(copy.count * sizeof(Node));
-        memcpy(copy.items, grant->items, copy.count * sizeof(Node));
-        if (!cut_late(group, share_in(&session->sink->end, group)->cp_rank, since, &copy)) bad_grant("NOT_HELD", i, "first", mine, yours);
+        int result;
+        served(session, group, grant, since, &result);
+        if (result) bad_grant("NOT_HELD", i, "first", mine, yours);
     }
 }
 static void check_finished(const Session *session, const Transfer *transfer) { /* once prefill is over */
     static char mine[32], yours[32];
     for (size_t i = 0; i < transfer->grant_count; i++) {
-        const Node *grant = &transfer->grants[i], state = field(L_Grants, grant, "state_after");
-        const Group *group = group_with(session->side, number(L_Grants, grant, "group"));
+        const kvp_value *grant = &transfer->grants[i], state = field(grant, KVP_GRANTS_STATE_AFTER);
+        const Group *group = group_with(session->side, kvp_number(grant, KVP_GRANTS_GROUP));
         if (group->kind == HANDOFF) continue;
         snprintf(mine, sizeof mine, "%llu", (unsigned long long)transfer->prompt->computed);
-        snprintf(yours, sizeof yours, "%llu", (unsigned long long)number(L_Grants, grant, "valid"));
-        if (number(L_Grants, grant, "valid") > transfer->prompt->computed) bad_grant("BAD_GRANT", i, "valid", mine, yours);
+        snprintf(yours, sizeof yours, "%llu", (unsigned long long)kvp_number(grant, KVP_GRANTS_VALID));
+        if (kvp_number(grant, KVP_GRANTS_VALID) > transfer->prompt->computed) bad_grant("BAD_GRANT", i, "valid", mine, yours);
         snprintf(yours, sizeof yours, "%llu", (unsigned long long)state.number);
         if (state.kind && state.number != transfer->prompt->computed) bad_grant("STATE_POSITION", i, "state_after", mine, yours);
     }
@@ -417,10 +436,13 @@ static void check_finished(const Session *session, const Transfer *transfer) { /
 
 /* ---- copies ---- */
 
-static uint8_t *place_at(const Session *session, uint64_t region, uint64_t offset) {
-    for (size_t i = 0; i < session->sink->region_count; i++)
-        if (session->sink->regions[i].id == region) return session->sink->regions[i].bytes + offset;
-    abort(); /* KVP-REG-COLUMNS */
+static void *sink_place(void *state, uint64_t region, uint64_t offset, uint64_t size) { /* in the memory that the sink has registered (KVP-REG-COLUMNS) */
+    const Session *session = state;
+    for (size_t i = 0; i < session->sink->region_count; i++) {
+        const Mapped *mapped = &session->sink->regions[i];
+        if (mapped->id == region) return offset <= mapped->length && size <= mapped->length - offset ? mapped->bytes + offset : NULL;
+    }
+    return NULL;
 }
 static End this_end(const Prompt *prompt) { /* this source's memory, with the items of a request */
     Text json = {0};
@@ -434,42 +456,50 @@ static End this_end(const Prompt *prompt) { /* this source's memory, with the it
         form(&json, "]}");
     }
     form(&json, "]");
-    char *text = get(json.size + 1);
-    memcpy(text, json.text, json.size);
+    end.windows = list_of_json(KVP_GRANTS, json.text);
     free(json.text);
-    reading = text;
-    end.windows = taken_list(L_Grants, json_here(), &end.window_count);
     return end;
 }
-static size_t lower_transfer(const Session *session, const Transfer *transfer, bool all) { /* into moves: all, or pages alone, which are there before prefill is over */
-    uint64_t(*box)[ROW] = get((session->boxes + 1) * sizeof *box);
-    size_t count = 0;
+static bool is_early(const Session *session, uint64_t group) { /* of pages alone, whose rows are there before prefill is over */
     for (size_t i = 0; i < session->boxes; i++)
-        if (routed(session, i) && (all || origin_of(session, session->box[i])->kind == PAGE)) memcpy(box[count++], session->box[i], sizeof *box);
-    End ends[2] = {this_end(transfer->prompt), session->sink->end};
-    ends[1].windows = all ? transfer->windows : transfer->grants;
-    ends[1].window_count = transfer->grant_count;
-    return lower_boxes(ends, box, count);
+        if (routed(session, i) && session->box[i].group == group && origin_of(session, &session->box[i])->kind != PAGE) return false;
+    return true;
 }
-static bool is_early(const uint64_t *move, uint64_t below) { /* of pages, whose rows are there once their tokens are computed */
-    const Map *map = (const Map *)maps.text + move[MAP];
-    return map->source->kind == PAGE && (move[GLOBAL] + 1) * map->source->tokens <= below;
+static kvp_program *lower_transfer(const Session *session, const Transfer *transfer, bool all) { /* all, or what may be copied before prefill is over */
+    uint64_t *groups = get(transfer->grant_count * sizeof *groups);
+    size_t count = 0;
+    for (size_t i = 0; i < transfer->grant_count; i++) {
+        uint64_t group = kvp_number(&transfer->grants[i], KVP_GRANTS_GROUP);
+        if (all || is_early(session, group)) groups[count++] = group;
+    }
+    const End source = this_end(transfer->prompt);
+    End sink = session->sink->end;
+    sink.windows = (kvp_value){.kind = KVP_KIND_LIST, .items = all ? transfer->windows : transfer->grants, .count = transfer->grant_count};
+    return lowered(session->plan, &source, &sink, groups, count);
+}
+static uint64_t rows_before(const kvp_move *move, uint64_t tokens) { /* of a move of early pages, how many are there once so many tokens are computed */
+    uint64_t rows = tokens / group_with(me.side, move->source_group)->tokens;
+    return rows <= move->row ? 0 : rows - move->row < move->rows ? rows - move->row : move->rows;
 }
 static void copy_rows(Session *session, Transfer *transfer) { /* what is computed, and was not copied before */
     const Prompt *prompt = transfer->prompt;
-    size_t count = lower_transfer(session, transfer, prompt->finished);
-    uint64_t(*move)[MOVE] = (uint64_t(*)[MOVE])moves.text;
+    size_t count;
+    const kvp_move *move = kvp_program_moves(lower_transfer(session, transfer, prompt->finished), &count);
     for (size_t i = 0; i < count; i++) {
-        if (is_early(move[i], transfer->early) || (!prompt->finished && !is_early(move[i], prompt->computed))) continue;
-        memcpy(place_at(session, move[i][TO], move[i][TO_AT]), pool.bytes + move[i][FROM_AT], move[i][LENGTH]);
+        bool early = is_early(session, move[i].group);
+        uint64_t from = early ? rows_before(&move[i], transfer->early) : 0, to = prompt->finished ? move[i].rows : rows_before(&move[i], prompt->computed), size = move[i].length;
+        if (to <= from) continue;
+        uint8_t *place = sink_place(session, move[i].sink_region, move[i].sink_offset + from * size, (to - from) * size);
+        if (!place) abort();
+        memcpy(place, pool.bytes + move[i].source_offset + from * size, (to - from) * size);
     }
     transfer->early = prompt->computed;
 }
 static void pack(const Session *session, Transfer *transfer) { /* the stream, whole */
-    size_t count = lower_transfer(session, transfer, true);
-    uint64_t(*move)[MOVE] = (uint64_t(*)[MOVE])moves.text;
-    if (count) qsort(move, count, sizeof *move, by_coordinate);
-    for (size_t i = 0; i < count; i++) add(&transfer->packed, pool.bytes + move[i][FROM_AT], move[i][LENGTH]);
+    const kvp_program *program = lower_transfer(session, transfer, true);
+    uint64_t size = kvp_program_bytes(program);
+    check(kvp_program_pack(program, 0, room_in(&transfer->packed, size), size, pool_place, NULL, &refusal));
+    transfer->packed.size += size;
 }
 
 /* ---- Done ---- */
@@ -477,9 +507,9 @@ static void pack(const Session *session, Transfer *transfer) { /* the stream, wh
 static void form_begins(Text *json, const Transfer *transfer) {
     bool more = false;
     for (size_t i = 0; i < transfer->grant_count; i++) {
-        uint64_t asked = number(L_Grants, &transfer->grants[i], "first"), first = number(L_Grants, &transfer->windows[i], "first");
+        uint64_t asked = kvp_number(&transfer->grants[i], KVP_GRANTS_FIRST), first = kvp_number(&transfer->windows[i], KVP_GRANTS_FIRST);
         if (first == asked) continue;
-        form(json, "%s{\"group\": \"%llu\", \"first\": \"%llu\"}", more ? ", " : ", \"begins\": [", (unsigned long long)number(L_Grants, &transfer->grants[i], "group"), (unsigned long long)first);
+        form(json, "%s{\"group\": \"%llu\", \"first\": \"%llu\"}", more ? ", " : ", \"begins\": [", (unsigned long long)kvp_number(&transfer->grants[i], KVP_GRANTS_GROUP), (unsigned long long)first);
         more = true;
     }
     if (more) form(json, "]");
@@ -488,52 +518,40 @@ static void form_handoff(Text *json, const Session *session, const Transfer *tra
     uint64_t before = UINT64_MAX;
     form(json, ", \"handoff\": [");
     for (size_t i = 0; i < session->boxes; i++) { /* boxes of a group come in ascending order of its parts */
-        const uint64_t *box = session->box[i];
-        const Group *group = group_with(session->side, box[2]);
+        const kvp_box *box = &session->box[i];
+        const Group *group = group_with(session->side, box->group);
         if (!routed(session, i) || group->kind != HANDOFF) continue;
-        if (box[2] != before) form(json, "%s{\"group\": \"%llu\", \"data\": \"", before == UINT64_MAX ? "" : "\"}, ", (unsigned long long)box[2]);
-        before = box[2];
+        if (box->group != before) form(json, "%s{\"group\": \"%llu\", \"data\": \"", before == UINT64_MAX ? "" : "\"}, ", (unsigned long long)box->group);
+        before = box->group;
         const Group *from = origin_of(session, box);
-        const Text *held = &transfer->prompt->handoff[from->id][part_named(from, &group->parts[box[6]].name) - from->parts];
-        for (uint64_t byte = box[7]; byte < box[8]; byte++) form(json, "%02x", byte < held->size ? (uint8_t)held->text[byte] : 0);
+        const Text *held = &transfer->prompt->handoff[from->id][part_named(from, &group->parts[box->part].name)];
+        for (uint64_t byte = box->lo; byte < box->hi; byte++) form(json, "%02x", byte < held->size ? (uint8_t)held->text[byte] : 0);
     }
     form(json, before == UINT64_MAX ? "]" : "\"}]");
 }
-static void form_checksums(Text *json, const Session *session, const Transfer *transfer) { /* and count the bytes */
+static void form_checksums(Text *json, const kvp_program *program) {
+    kvp_sum sums[GROUPS];
+    size_t count;
+    check(kvp_program_sums(program, false, pool_place, NULL, sums, GROUPS, &count, &refusal));
     form(json, ", \"checksums\": [");
-    bool more = false;
-    for (size_t i = 0; i < transfer->grant_count; i++) {
-        uint64_t sum = 0, group = number(L_Grants, &transfer->grants[i], "group");
-        bool moved = false;
-        const uint64_t(*move)[MOVE] = (const uint64_t(*)[MOVE])moves.text;
-        for (size_t k = 0; k < moves.size / sizeof *move; k++) {
-            const uint64_t *m = move[k], part = mixed((m[MODEL] << 48) + (m[LAYER] << 16) + m[PART]);
-            if (m[GROUP] != group) continue;
-            moved = true;
-            for (uint64_t n = 0; n < m[LENGTH]; n++) sum += pool.bytes[m[FROM_AT] + n] * mixed(m[GLOBAL] + part) * mixed(m[BYTE] + n);
-        }
-        if (!moved || !session->verify) continue;
-        form(json, "%s{\"group\": \"%llu\", \"value\": \"%llu\"}", more ? ", " : "", (unsigned long long)group, (unsigned long long)sum);
-        more = true;
-    }
+    for (size_t i = 0; i < count; i++) form(json, "%s{\"group\": \"%llu\", \"value\": \"%llu\"}", i ? ", " : "", (unsigned long long)sums[i].group, (unsigned long long)sums[i].value);
     form(json, "]");
 }
 static void send_done(Session *session, Transfer *transfer) {
     Text json = {0};
     const Prompt *prompt = transfer->prompt;
-    size_t count = lower_transfer(session, transfer, true);
-    uint64_t bytes = 0, id = session->next_request++;
-    for (size_t i = 0; i < count; i++) bytes += ((const uint64_t(*)[MOVE])moves.text)[i][LENGTH];
+    const kvp_program *program = lower_transfer(session, transfer, true);
+    uint64_t id = session->next_request++;
     form_ids(&json, session, id, transfer->sequence);
     form(&json, ", \"writer\": \"0\", \"groups\": [");
-    for (size_t i = 0; i < transfer->grant_count; i++) form(&json, "%s\"%llu\"", i ? ", " : "", (unsigned long long)number(L_Grants, &transfer->grants[i], "group"));
-    form(&json, "], \"bytes\": \"%llu\", \"outcome\": \"%s\"", (unsigned long long)bytes, prompt->ends ? "FINISHED" : "CONTINUE");
+    for (size_t i = 0; i < transfer->grant_count; i++) form(&json, "%s\"%llu\"", i ? ", " : "", (unsigned long long)kvp_number(&transfer->grants[i], KVP_GRANTS_GROUP));
+    form(&json, "], \"bytes\": \"%llu\", \"outcome\": \"%s\"", (unsigned long long)kvp_program_bytes(program), prompt->ends ? "FINISHED" : "CONTINUE");
     form_handoff(&json, session, transfer);
-    if (session->verify) form_checksums(&json, session, transfer);
+    if (session->verify) form_checksums(&json, program);
     form_begins(&json, transfer);
     form(&json, "}");
     transfer->state = DONE;
-    await_answer(session, L_Done, id, transfer->sequence, frame_of(L_Done, json.text));
+    await_answer(session, KVP_DONE, id, transfer->sequence, frame_of(KVP_DONE, json.text));
     free(json.text);
 }
 static void send_data(Session *session) { /* as much as credit allows, stream by stream */
@@ -554,7 +572,7 @@ static void send_data(Session *session) { /* as much as credit allows, stream by
             form(&json, "\", \"last\": %s", last ? "true" : "false");
             if (!transfer->sent) form_begins(&json, transfer);
             form(&json, "}");
-            notice(session, L_Data, json.text);
+            notice(session, KVP_DATA, json.text);
             free(json.text);
             transfer->sent += size;
             session->counted += size;
@@ -575,14 +593,13 @@ static void go_on(Session *session, Transfer *transfer) { /* with what its promp
         check_windows(session, transfer);
         if (prompt->finished) {
             check_finished(session, transfer);
-            transfer->windows = get((transfer->grant_count + 1) * sizeof(Node));
+            transfer->windows = get((transfer->grant_count + 1) * sizeof(kvp_value));
             for (size_t i = 0; i < transfer->grant_count; i++) {
-                Node *window = &transfer->windows[i];
-                *window = transfer->grants[i];
-                window->items = get(window->count * sizeof(Node));
-                memcpy(window->items, transfer->grants[i].items, window->count * sizeof(Node));
-                const Group *group = group_with(session->side, number(L_Grants, window, "group"));
-                cut_late(group, share_in(&session->sink->end, group)->cp_rank, held_since(session, group->id, prompt), window);
+                const kvp_value *grant = &transfer->grants[i];
+                const Group *group = group_with(session->side, kvp_number(grant, KVP_GRANTS_GROUP));
+                int result;
+                kvp_window window = served(session, group, grant, held_since(session, group->id, prompt), &result);
+                transfer->windows[i] = result ? *grant : cut_grants(grant, &window, get(grant->count * sizeof(kvp_value)));
             }
         }
         if (pool.shared) copy_rows(session, transfer);
@@ -611,7 +628,7 @@ static void use_ticket(const Session *session, const Transfer *transfer) {
         memcpy(ticket->key, transfer->key, 16);
         ticket->ranks = calloc(session->boxes + 1, sizeof *ticket->ranks);
         for (size_t i = 0; i < session->boxes; i++)
-            if (session->box[i][0] == 0 && (!ticket->rank_count || ticket->ranks[ticket->rank_count - 1] != session->box[i][1])) ticket->ranks[ticket->rank_count++] = session->box[i][1];
+            if (session->box[i].source == 0 && (!ticket->rank_count || ticket->ranks[ticket->rank_count - 1] != session->box[i].sink)) ticket->ranks[ticket->rank_count++] = session->box[i].sink;
         tickets = ticket;
     }
     for (size_t i = 0; i < ticket->count; i++)
@@ -657,20 +674,20 @@ static void repeated(Session *session, Transfer *transfer, uint64_t request) { /
         Text json = {0};
         form_ids(&json, session, request, transfer->sequence);
         form(&json, "%s}", transfer->failed.text);
-        notice(session, L_Failed, json.text);
+        notice(session, KVP_FAILED, json.text);
         free(json.text);
     } else accept(session, transfer, request);
 }
-static void check_sequence(const Session *session, const Node *map) { /* 1 to 4 */
-    uint64_t sequence = number(L_Transfer, map, "sequence");
+static void check_sequence(const Session *session, const kvp_value *map) { /* 1 to 4 */
+    uint64_t sequence = kvp_number(map, KVP_TRANSFER_SEQUENCE);
     const Transfer *known = transfer_of(session, sequence);
     if (known && known->aborted) deny("ABORTED", "sequence", "aborted", "asked for");
     if (sequence <= session->sink->low || known) deny("STALE_TRANSFER", "sequence", "a later one", "one that was asked for before");
     if (sequence - session->sink->low > MAX_TRANSFERS) deny("BUSY", "sequence", "64 transfers", "more");
     if (session->state != READY) deny("UNEXPECTED_MESSAGE", "", "memory that is registered", "Transfer");
 }
-static void check_transfer(const Session *session, const Node *map, const char *key) { /* 5 to 10 */
-    Node grants = field(L_Transfer, map, "grants");
+static void check_transfer(const Session *session, const kvp_value *map, const char *key) { /* 5 to 10 */
+    kvp_value grants = field(map, KVP_TRANSFER_GRANTS);
     const Ticket *ticket = ticket_with(key);
     bool served = ticket && ticket->replica == session->sink->replica && !strcmp(ticket->engine, session->sink->engine);
     if (draining && !served) deny("DRAINING", "", "going away", "a new ticket");
@@ -682,9 +699,9 @@ static void check_transfer(const Session *session, const Node *map, const char *
     check_alias(session, &grants);
     if (ticket && ticket->over) deny("TICKET_USED", "ticket", "its transfers are over", "asked for");
 }
-static void hear_transfer(Session *session, const Node *map) {
-    uint64_t sequence = number(L_Transfer, map, "sequence"), request = number(L_Transfer, map, "request");
-    Node ticket = field(L_Transfer, map, "ticket"), content = field(L_Transfer, map, "content"), grants = field(L_Transfer, map, "grants");
+static void hear_transfer(Session *session, const kvp_value *map) {
+    uint64_t sequence = kvp_number(map, KVP_TRANSFER_SEQUENCE), request = kvp_number(map, KVP_TRANSFER_REQUEST);
+    kvp_value ticket = field(map, KVP_TRANSFER_TICKET), content = field(map, KVP_TRANSFER_CONTENT), grants = field(map, KVP_TRANSFER_GRANTS);
     Transfer *known = transfer_of(session, sequence);
     if (known && !known->unseen && known->request == request) {
         repeated(session, known, request);
@@ -721,31 +738,31 @@ static void hear_transfer(Session *session, const Node *map) {
 
 /* ---- answers, Abort, Credit, and what ends a session's transfers ---- */
 
-static void done_ack(Session *session, const Node *map) {
-    Transfer *transfer = transfer_of(session, number(L_DoneAck, map, "sequence"));
-    uint64_t request = number(L_DoneAck, map, "request");
+static void done_ack(Session *session, const kvp_value *map) {
+    Transfer *transfer = transfer_of(session, kvp_number(map, KVP_DONE_ACK_SEQUENCE));
+    uint64_t request = kvp_number(map, KVP_DONE_ACK_REQUEST);
     if (!transfer) { /* late, or of a Failed that left no record */
-        if (number(L_DoneAck, map, "sequence") > session->sequence) deny("UNEXPECTED_MESSAGE", "sequence", "no Done", "DoneAck");
+        if (kvp_number(map, KVP_DONE_ACK_SEQUENCE) > session->sequence) deny("UNEXPECTED_MESSAGE", "sequence", "no Done", "DoneAck");
         return;
     }
     if (transfer->state < DONE && !transfer->unseen) deny("UNEXPECTED_MESSAGE", "sequence", "no Done", "DoneAck");
-    if (transfer->state == DONE && drop_request(session, L_Done, transfer, request)) {
+    if (transfer->state == DONE && drop_request(session, KVP_DONE, transfer, request)) {
         transfer->state = ENDED;
         mark_use(session, transfer, DELIVERED);
-    } else if (transfer->state == FAILED_BY && (request == transfer->request || drop_request(session, L_Failed, transfer, request))) transfer->state = ENDED;
+    } else if (transfer->state == FAILED_BY && (request == transfer->request || drop_request(session, KVP_FAILED, transfer, request))) transfer->state = ENDED;
     raise_mark(session);
 }
 static void refused_done(Session *session, uint64_t request) { /* an Error in its place */
     for (Transfer *each = session->sink->transfers; each; each = each->next)
-        if (each->state == DONE && drop_request(session, L_Done, each, request)) {
+        if (each->state == DONE && drop_request(session, KVP_DONE, each, request)) {
             each->state = ENDED;
             mark_use(session, each, LOST);
             raise_mark(session);
             return;
         }
 }
-static void abort_transfer(Session *session, const Node *map) {
-    uint64_t sequence = number(L_Abort, map, "sequence");
+static void abort_transfer(Session *session, const kvp_value *map) {
+    uint64_t sequence = kvp_number(map, KVP_ABORT_SEQUENCE);
     Transfer *transfer = transfer_of(session, sequence);
     bool proven = true;
     if (session->state != READY) deny("UNEXPECTED_MESSAGE", "sequence", "no transfers yet", "Abort");
@@ -754,8 +771,8 @@ static void abort_transfer(Session *session, const Node *map) {
         if (proven) transfer = new_transfer(session, sequence);
         if (proven) transfer->unseen = transfer->aborted = true;
     } else if (transfer && transfer->state != ENDED) {
-        drop_request(session, L_Done, transfer, 0);
-        drop_request(session, L_Failed, transfer, 0);
+        drop_request(session, KVP_DONE, transfer, 0);
+        drop_request(session, KVP_FAILED, transfer, 0);
         transfer->state = ENDED; /* copies are made within one turn: none is under way */
         transfer->aborted = true;
         free(transfer->packed.text);
@@ -768,15 +785,15 @@ static void abort_transfer(Session *session, const Node *map) {
         }
     }
     Text json = {0};
-    form_ids(&json, session, number(L_Abort, map, "request"), sequence);
+    form_ids(&json, session, kvp_number(map, KVP_ABORT_REQUEST), sequence);
     form(&json, ", \"proof\": \"%s\"}", proven ? "PROVEN" : "UNPROVABLE");
-    notice(session, L_Drained, json.text);
+    notice(session, KVP_DRAINED, json.text);
     free(json.text);
     raise_mark(session);
 }
-static void credit(Session *session, const Node *map) {
-    Node total = field(L_Credit, map, "total");
-    if (pool.shared || session->state != READY || number(L_Credit, map, "kind") != 2) deny("UNEXPECTED_MESSAGE", "", "no credit of this kind", "Credit");
+static void credit(Session *session, const kvp_value *map) {
+    kvp_value total = field(map, KVP_CREDIT_TOTAL);
+    if (pool.shared || session->state != READY || kvp_number(map, KVP_CREDIT_KIND) != 2) deny("UNEXPECTED_MESSAGE", "", "no credit of this kind", "Credit");
     if (total.number < session->total || total.number > session->counted + MAX_CREDIT) deny("CREDIT", "total", "no less than before, and no more than may be", "another");
     session->total = total.number;
     send_data(session);

@@ -32,14 +32,14 @@ static void send_frame(Session *session, const Text *frame) {
     if (frame->size > HEADER + session->max_body) return;
     if (zmq_send(door, session->sink->route, session->sink->route_size, ZMQ_DONTWAIT | ZMQ_SNDMORE) >= 0) zmq_send(door, frame->text, frame->size, ZMQ_DONTWAIT);
 }
-static bool routed(const Session *session, size_t i) { return session->box[i][0] == 0 && session->box[i][1] == session->rank; }
+static bool routed(const Session *session, size_t i) { return session->box[i].source == 0 && session->box[i].sink == session->rank; }
 
 /* ---- a session's life ---- */
 
 static void end_session(Session *session, const char *why, bool superseded) { /* why: said to the sink, if at all */
     Text json = {0};
     form(&json, "{\"session\": \"%llu\", \"reason\": \"%s\"}", (unsigned long long)session->id, why ? why : "");
-    if (why) notice(session, L_Goodbye, json.text);
+    if (why) notice(session, KVP_GOODBYE, json.text);
     free(json.text);
     ended[ended_count % REMEMBERED].id = session->id;
     ended[ended_count++ % REMEMBERED].superseded = superseded;
@@ -96,15 +96,15 @@ static bool make_room(const char *engine) { /* by the end of the oldest session 
 
 /* ---- Hello ---- */
 
-static uint64_t features_of(const Node *list) {
+static uint64_t features_of(const kvp_value *list) {
     uint64_t all = 0;
     for (size_t i = 0; i < list->count; i++) all |= list->items[i].number < 64 ? UINT64_C(1) << list->items[i].number : 0;
     return all;
 }
 static uint64_t feature(const char *name) {
-    for (int i = 0; i < ENUMS[E_Feature].count; i++)
-        if (!strcmp(ENUMS[E_Feature].values[i].name, name)) return UINT64_C(1) << ENUMS[E_Feature].values[i].value;
-    abort();
+    uint64_t value = 0;
+    if (!kvp_value_named(KVP_ENUM_FEATURE, name, strlen(name), &value)) abort();
+    return KVP_FEATURE_BIT(value);
 }
 static uint64_t offered(void) {
     uint64_t all = 0;
@@ -115,28 +115,28 @@ static uint64_t offered(void) {
 static void send_welcome(Session *session) {
     Text json = {0};
     form(&json, "{\"session\": \"%llu\", \"request\": \"%llu\", \"version\": {\"major\": \"%d\", \"minor\": \"%d\"}, \"engine\": \"%s\", \"incarnation\": \"%llu\", \"rank\": \"0\", \"replica\": \"0\", \"features\": [",
-        (unsigned long long)session->id, (unsigned long long)session->sink->hello, MAJOR, MINOR, me.name, (unsigned long long)me.incarnation);
+        (unsigned long long)session->id, (unsigned long long)session->sink->hello, KVP_MAJOR, KVP_MINOR, me.name, (unsigned long long)me.incarnation);
     bool more = false;
     for (int i = 0; i < COUNT(FEATURES); i++) {
         if (!(session->sink->features & feature(FEATURES[i]))) continue;
         form(&json, "%s\"%s\"", more ? ", " : "", FEATURES[i]);
         more = true;
     }
-    form(&json, "], \"limits\": {\"max_body\": \"%d\", \"max_transfers\": \"%d\"}, \"endpoints\": [{\"rank\": \"0\", \"address\": \"%s\"}]}", MAX_BODY, MAX_TRANSFERS, listening);
-    notice(session, L_Welcome, json.text);
+    form(&json, "], \"limits\": {\"max_body\": \"%d\", \"max_transfers\": \"%d\"}, \"endpoints\": [{\"rank\": \"0\", \"address\": \"%s\"}]}", KVP_MAX_BODY, MAX_TRANSFERS, listening);
+    notice(session, KVP_WELCOME, json.text);
     free(json.text);
 }
-static void check_version(const Node *map) {
-    Node versions = field(L_Hello, map, "versions");
+static void check_version(const kvp_value *map) {
+    kvp_value versions = field(map, KVP_HELLO_VERSIONS);
     for (size_t i = 0; i < versions.count; i++) {
-        const Node *each = &versions.items[i];
-        if (number(L_VersionRange, each, "major") == MAJOR && number(L_VersionRange, each, "min_minor") <= MINOR) return;
+        const kvp_value *each = &versions.items[i];
+        if (kvp_number(each, KVP_VERSION_RANGE_MAJOR) == KVP_MAJOR && kvp_number(each, KVP_VERSION_RANGE_MIN_MINOR) <= KVP_MINOR) return;
     }
     deny("NO_VERSION", "versions", "1.0", "others");
 }
-static void hello(const char *route, size_t size, const Node *map) {
-    Node wanted = field(L_Hello, map, "offered"), needed = field(L_Hello, map, "needed"), name = field(L_Hello, map, "engine"), resume = field(L_Hello, map, "resume");
-    uint64_t request = number(L_Hello, map, "request"), replica = number(L_Hello, map, "replica"), rank = number(L_Hello, map, "rank"), incarnation = number(L_Hello, map, "incarnation");
+static void hello(const char *route, size_t size, const kvp_value *map) {
+    kvp_value wanted = field(map, KVP_HELLO_OFFERED), needed = field(map, KVP_HELLO_NEEDED), name = field(map, KVP_HELLO_ENGINE), resume = field(map, KVP_HELLO_RESUME);
+    uint64_t request = kvp_number(map, KVP_HELLO_REQUEST), replica = kvp_number(map, KVP_HELLO_REPLICA), rank = kvp_number(map, KVP_HELLO_RANK), incarnation = kvp_number(map, KVP_HELLO_INCARNATION);
     static char engine[160];
     memcpy(engine, name.bytes, name.count);
     engine[name.count] = 0;
@@ -144,7 +144,7 @@ static void hello(const char *route, size_t size, const Node *map) {
     for (size_t i = 0; i < needed.count; i++)
         if (needed.items[i].number > 63 || !(offered() & UINT64_C(1) << needed.items[i].number)) deny("FEATURE_MISSING", "needed", "what this source offers", "more");
     if (!pool.shared && !(features_of(&wanted) & feature("INLINE"))) deny("FEATURE_MISSING", "offered", "INLINE", "not offered");
-    if (number(L_Hello, map, "role") != 2) deny("WRONG_PEER", "role", "SINK", "another");
+    if (kvp_number(map, KVP_HELLO_ROLE) != 2) deny("WRONG_PEER", "role", "SINK", "another");
     uint64_t features = features_of(&wanted) & offered();
     Session *held = resume.kind ? session_with(resume.number) : NULL;
     for (Session *each = sessions; !held && each; each = each->next)
@@ -176,10 +176,10 @@ static void hello(const char *route, size_t size, const Node *map) {
     Session *session = calloc(1, sizeof *session);
     Sink *sink = calloc(1, sizeof *sink);
     if (!session || !sink) abort();
-    const Node *limits = &map->items[field_index(&LAYOUTS[L_Hello], "limits")];
+    const kvp_value *limits = kvp_field(map, KVP_HELLO_LIMITS);
     *sink = (Sink){.engine = copy_of(engine, strlen(engine)), .route_size = size, .replica = replica, .incarnation = incarnation, .hello = request, .features = features};
     memcpy(sink->route, route, size);
-    *session = (Session){.next = sessions, .sink = sink, .state = OPEN, .verify = features & feature("VERIFY"), .rank = rank, .next_request = 1, .max_body = number(L_Limits, limits, "max_body"), .heard = now()};
+    *session = (Session){.next = sessions, .sink = sink, .state = OPEN, .verify = features & feature("VERIFY"), .rank = rank, .next_request = 1, .max_body = kvp_number(limits, KVP_LIMITS_MAX_BODY), .heard = now()};
     while (!session->id || session_with(session->id)) random_bytes(&session->id, sizeof session->id);
     sessions = session;
     send_welcome(session);
@@ -194,12 +194,12 @@ static void send_description(Session *session) {
     form(&json, "\", \"digest\": \"");
     form_hex(&json, me.digest, 32);
     form(&json, "\"}");
-    notice(session, L_Description, json.text);
+    notice(session, KVP_DESCRIPTION, json.text);
     free(json.text);
 }
-static void describe(Session *session, const Node *map) {
-    Node geometry = field(L_Describe, map, "geometry"), digest = field(L_Describe, map, "digest");
-    uint64_t request = number(L_Describe, map, "request");
+static void describe(Session *session, const kvp_value *map) {
+    kvp_value geometry = field(map, KVP_DESCRIBE_GEOMETRY), digest = field(map, KVP_DESCRIBE_DIGEST);
+    uint64_t request = kvp_number(map, KVP_DESCRIBE_REQUEST);
     Sink *sink = session->sink;
     if (session->state >= DESCRIBED && request == sink->describe) {
         send_description(session);
@@ -209,21 +209,14 @@ static void describe(Session *session, const Node *map) {
     char found[32];
     sha256(geometry.bytes, geometry.count, found);
     if (memcmp(found, digest.bytes, 32)) deny("BAD_DIGEST", "digest", "the digest of the geometry", "another");
-    char *bytes = get(geometry.count + 1);
-    memcpy(bytes, geometry.bytes, geometry.count);
-    Node *theirs = get(sizeof *theirs);
     inside = "geometry";
-    *theirs = body(&LAYOUTS[L_Geometry], (const uint8_t *)bytes, geometry.count);
-    Side *side = side_of_map(theirs);
+    Side *side = side_of(geometry.bytes, geometry.count);
     inside = "";
     mine_text = "this source's Description";
     yours_text = "the sink's";
-    Plan plan = {.source = me.side, .sink = side, .spread_one = sink->features & feature("SPREAD_ONE"), .cold_draft = sink->features & feature("COLD_DRAFT"), .few_sources = sink->features & feature("FEW_SOURCES")};
-    uint64_t(*row)[ROW] = plan_rows(&plan, &session->boxes);
-    session->box = get((session->boxes + 1) * sizeof *row);
-    memcpy(session->box, row, session->boxes * sizeof *row);
+    make_plan(session, me.side, side, sink->features);
     session->side = side;
-    session->version = number(L_Describe, map, "version");
+    session->version = kvp_number(map, KVP_DESCRIBE_VERSION);
     memcpy(session->digest, found, 32);
     sink->end = (End){.side = side, .rank = session->rank};
     for (size_t i = 0; i < side->rank_count; i++)

@@ -18,17 +18,16 @@ static Session *gone; /* closed, but an Abort or Drained may still pass */
 static void lost(Session *session, const char *why); /* in sink.c: what the session's transfers come to */
 static void became_ready(Source *source);
 static void grant_credit(Session *session);
-static bool hear_transfer(Session *session, const Layout *layout, const Node *map);
-static void refused_transfer(Session *session, int layout, const Node *map);
+static bool hear_transfer(Session *session, int kind, const kvp_value *map);
+static void refused_transfer(Session *session, int layout, const kvp_value *map);
 static void answered_by_error(Session *session, uint64_t request, const char *name);
 static void attest(Session *session, bool holds);
 
 /* ---- a session's life ---- */
 
 static const char *code_named(const char *name) { /* the same text, for good */
-    for (int i = 0; i < ENUMS[E_ErrorCode].count; i++)
-        if (!strcmp(ENUMS[E_ErrorCode].values[i].name, name)) return ENUMS[E_ErrorCode].values[i].name;
-    return "INTERNAL";
+    uint64_t value;
+    return kvp_value_named(KVP_ENUM_ERROR_CODE, name, strlen(name), &value) ? kvp_code_name((int)value) : "INTERNAL";
 }
 static void send_frame(Session *session, const Text *frame) {
     if (session->socket && frame->size <= HEADER + session->max_body) zmq_send(session->socket, frame->text, frame->size, ZMQ_DONTWAIT);
@@ -37,11 +36,11 @@ static void end_session(Session *session, const char *why, bool say_goodbye) {
     if (session->state == CLOSED) return;
     Text json = {0};
     form(&json, "{\"session\": \"%llu\", \"reason\": \"%s\"}", (unsigned long long)session->id, why);
-    if (say_goodbye && session->id) notice(session, L_Goodbye, json.text);
+    if (say_goodbye && session->id) notice(session, KVP_GOODBYE, json.text);
     free(json.text);
     if (pool.shared && session->state >= REGISTERING) attest(session, false);
     session->state = CLOSED;
-    drop_requests(session, L_Abort); /* what nothing is proven of is asked on (KVP-END-LATE) */
+    drop_requests(session, KVP_ABORT); /* what nothing is proven of is asked on (KVP-END-LATE) */
     lost(session, why);
 }
 static void close_session(Session *session) {
@@ -58,9 +57,9 @@ static Session *dial(Source *source, const char *address, uint64_t rank) {
     if (!may_connect(address)) return NULL;
     Session *session = calloc(1, sizeof *session);
     if (!session) abort();
-    *session = (Session){.next = source->sessions, .source = source, .socket = zmq_socket(context, ZMQ_DEALER), .state = GREETED, .rank = rank, .next_request = 1, .max_body = MAX_BODY, .heard = now()};
+    *session = (Session){.next = source->sessions, .source = source, .socket = zmq_socket(context, ZMQ_DEALER), .state = GREETED, .rank = rank, .next_request = 1, .max_body = KVP_MAX_BODY, .heard = now()};
     zmq_setsockopt(session->socket, ZMQ_LINGER, &(int){500}, sizeof(int));
-    zmq_setsockopt(session->socket, ZMQ_MAXMSGSIZE, &(int64_t){HEADER + MAX_BODY}, sizeof(int64_t));
+    zmq_setsockopt(session->socket, ZMQ_MAXMSGSIZE, &(int64_t){HEADER + KVP_MAX_BODY}, sizeof(int64_t));
     if (zmq_connect(session->socket, address)) {
         zmq_close(session->socket);
         free(session);
@@ -69,10 +68,10 @@ static Session *dial(Source *source, const char *address, uint64_t rank) {
     source->sessions = session;
     Text json = {0};
     form(&json, ", \"versions\": [{\"major\": \"%d\", \"min_minor\": \"0\", \"max_minor\": \"%d\"}], \"engine\": \"%s\", \"incarnation\": \"%llu\", \"rank\": \"0\", \"replica\": \"0\", \"role\": \"SINK\", ",
-        MAJOR, MINOR, me.name, (unsigned long long)me.incarnation);
+        KVP_MAJOR, KVP_MINOR, me.name, (unsigned long long)me.incarnation);
     form(&json, "\"offered\": [%s%s%s], \"needed\": [%s], \"limits\": {\"max_body\": \"%d\", \"max_transfers\": \"64\"}",
-        me.verify ? "\"VERIFY\"" : "", me.verify && !pool.shared ? ", " : "", pool.shared ? "" : "\"INLINE\"", pool.shared ? "" : "\"INLINE\"", MAX_BODY);
-    ask(session, L_Hello, 0, json.text);
+        me.verify ? "\"VERIFY\"" : "", me.verify && !pool.shared ? ", " : "", pool.shared ? "" : "\"INLINE\"", pool.shared ? "" : "\"INLINE\"", KVP_MAX_BODY);
+    ask(session, KVP_HELLO, 0, json.text);
     free(json.text);
     return session;
 }
@@ -93,19 +92,20 @@ static void greet_source(Source *source) { /* the seed endpoint first; it tells 
     }
     if (!source->failed && !dial(source, source->address, UINT64_MAX)) source->failed = "NO_TRANSPORT";
 }
-static void welcome(Session *session, const Node *map) {
-    Node request = field(L_Welcome, map, "request"), features = field(L_Welcome, map, "features"), engine = field(L_Welcome, map, "engine"), endpoints = field(L_Welcome, map, "endpoints");
-    if (!answered(session, &request, L_Hello)) return;
-    session->id = number(L_Welcome, map, "session");
+static bool is_text(const kvp_value *text, const char *word) { return text->count == strlen(word) && !memcmp(text->bytes, word, text->count); }
+static void welcome(Session *session, const kvp_value *map) {
+    kvp_value request = field(map, KVP_WELCOME_REQUEST), features = field(map, KVP_WELCOME_FEATURES), engine = field(map, KVP_WELCOME_ENGINE), endpoints = field(map, KVP_WELCOME_ENDPOINTS);
+    if (!answered(session, &request, KVP_HELLO)) return;
+    session->id = kvp_number(map, KVP_WELCOME_SESSION);
     session->known = true;
-    const Node *version = &map->items[field_index(&LAYOUTS[L_Welcome], "version")], *limits = &map->items[field_index(&LAYOUTS[L_Welcome], "limits")];
-    if (number(L_Version, version, "major") != MAJOR || number(L_Version, version, "minor") > MINOR) deny("FEATURE_MISSING", "version", "1.0", "another");
-    if (!is(&engine, session->source->name)) deny("WRONG_PEER", "engine", session->source->name, "another");
-    uint64_t rank = number(L_Welcome, map, "rank");
+    const kvp_value *version = kvp_field(map, KVP_WELCOME_VERSION), *limits = kvp_field(map, KVP_WELCOME_LIMITS);
+    if (kvp_number(version, KVP_VERSION_MAJOR) != KVP_MAJOR || kvp_number(version, KVP_VERSION_MINOR) > KVP_MINOR) deny("FEATURE_MISSING", "version", "1.0", "another");
+    if (!is_text(&engine, session->source->name)) deny("WRONG_PEER", "engine", session->source->name, "another");
+    uint64_t rank = kvp_number(map, KVP_WELCOME_RANK);
     if (session->rank != UINT64_MAX && session->rank != rank) deny("WRONG_PEER", "rank", "that of the endpoint", "another");
     bool inlined = false;
     for (size_t i = 0; i < features.count; i++) {
-        const char *name = name_of(&ENUMS[E_Feature], features.items[i].number);
+        const char *name = kvp_value_name(KVP_ENUM_FEATURE, features.items[i].number);
         bool verify = name && !strcmp(name, "VERIFY") && me.verify, mine = verify || (name && !strcmp(name, "INLINE") && !pool.shared);
         if (!mine) deny("FEATURE_MISSING", "features", "what Hello offered", "more");
         session->verify |= verify;
@@ -113,16 +113,16 @@ static void welcome(Session *session, const Node *map) {
     }
     if (!pool.shared && !inlined) deny("FEATURE_MISSING", "features", "INLINE", "what lacks it");
     session->rank = rank;
-    session->replica = number(L_Welcome, map, "replica");
-    session->max_body = number(L_Limits, limits, "max_body");
-    session->max_transfers = number(L_Limits, limits, "max_transfers");
+    session->replica = kvp_number(map, KVP_WELCOME_REPLICA);
+    session->max_body = kvp_number(limits, KVP_LIMITS_MAX_BODY);
+    session->max_transfers = kvp_number(limits, KVP_LIMITS_MAX_TRANSFERS);
     for (size_t i = 0; i < session->source->endpoint_count; i++) free(session->source->endpoints[i].address);
     session->source->endpoints = realloc(session->source->endpoints, endpoints.count * sizeof(Endpoint));
     if (!session->source->endpoints) abort();
     session->source->endpoint_count = endpoints.count;
     for (size_t i = 0; i < endpoints.count; i++) {
-        Node address = field(L_Endpoint, &endpoints.items[i], "address");
-        session->source->endpoints[i] = (Endpoint){number(L_Endpoint, &endpoints.items[i], "rank"), copy_of(address.bytes, address.count)};
+        kvp_value address = field(&endpoints.items[i], KVP_ENDPOINT_ADDRESS);
+        session->source->endpoints[i] = (Endpoint){kvp_number(&endpoints.items[i], KVP_ENDPOINT_RANK), copy_of(address.bytes, address.count)};
     }
     session->state = DESCRIBING;
     Text json = {0};
@@ -131,10 +131,10 @@ static void welcome(Session *session, const Node *map) {
     form(&json, "\", \"digest\": \"");
     form_hex(&json, me.digest, 32);
     form(&json, "\"");
-    ask(session, L_Describe, 0, json.text);
+    ask(session, KVP_DESCRIBE, 0, json.text);
     free(json.text);
 }
-static bool routed(const Session *session, size_t i) { return session->box[i][0] == session->rank && session->box[i][1] == 0; }
+static bool routed(const Session *session, size_t i) { return session->box[i].source == session->rank && session->box[i].sink == 0; }
 static Session *session_of(const Source *source, uint64_t rank) {
     Session *each = source->sessions;
     while (each && (each->state == CLOSED || each->rank != rank)) each = each->next;
@@ -159,15 +159,15 @@ static void form_region(Text *text) {
     form_hex(text, boot, 16);
     form(text, "\", \"handles\": [{\"transport\": \"%s\", \"data\": \"", pool.shared ? "SHM" : "INLINE");
     if (pool.shared) { /* an array of PID, descriptor, nonce, and descriptor of attestations */
-        made.size = 0;
-        put_number(0x94, 1);
-        put_uint((uint64_t)getpid());
-        put_uint((uint64_t)pool.fd);
-        put_number(0xd9, 1);
-        put_number(32, 1);
+        Text made = {0};
+        put_number(&made, 0x94, 1);
+        put_uint(&made, (uint64_t)getpid());
+        put_uint(&made, (uint64_t)pool.fd);
+        put_number(&made, 0xd920, 2);
         add(&made, pool.nonce, 32);
-        put_uint((uint64_t)attestations);
+        put_uint(&made, (uint64_t)attestations);
         form_hex(text, made.text, made.size);
+        free(made.text);
     }
     form(text, "\"}]}]");
 }
@@ -185,70 +185,63 @@ static void register_memory(Session *session) {
     form(&json, ", ");
     form_routes(&json, session);
     session->state = REGISTERING;
-    ask(session, L_Register, 0, json.text);
+    ask(session, KVP_REGISTER, 0, json.text);
     free(json.text);
 }
-static bool same_encoding(const Type *type, const Node *one, const Node *other) {
-    if (!one->kind || !other->kind) return one->kind == other->kind;
-    made.size = 0;
-    put(type, one);
-    size_t size = made.size;
-    put(type, other);
-    return made.size == 2 * size && !memcmp(made.text, made.text + size, size);
+static bool equal(const kvp_value *one, const kvp_value *other) { /* of one field each, whether they are encoded alike */
+    if (one->kind != other->kind || one->number != other->number || one->count != other->count) return false;
+    bool same_bytes = !one->bytes || !one->count || !memcmp(one->bytes, other->bytes, one->count), same_numbers = !one->numbers || !memcmp(one->numbers, other->numbers, one->count * sizeof(uint64_t));
+    for (size_t i = 0; one->items && i < one->count; i++)
+        if (!equal(&one->items[i], &other->items[i])) return false;
+    return same_bytes && same_numbers;
 }
-static _Noreturn void deny_unlike(const Node *known, const Node *stated) { /* at the first group that differs, or else the first field */
-    const Layout *geometry = &LAYOUTS[L_Geometry];
-    const Field *list = &geometry->fields[field_index(geometry, "groups")];
-    const int at_name = field_index(&LAYOUTS[L_Group], "name");
+static _Noreturn void deny_unlike(const kvp_value *known, const kvp_value *stated) { /* at the first group that differs, or else the first field */
+    static const int fields[] = {KVP_GEOMETRY_REPLICA, KVP_GEOMETRY_FACTS, KVP_GEOMETRY_GROUPS, KVP_GEOMETRY_RANKS};
+    static const char *const names[] = {"replica", "facts", "groups", "ranks", "without"};
     mine_text = "as another rank states it";
     yours_text = "otherwise";
     for (int n = 0; n < 2; n++) {
-        Node some = field(L_Geometry, n ? stated : known, "groups"), others = field(L_Geometry, n ? known : stated, "groups");
+        kvp_value some = field(n ? stated : known, KVP_GEOMETRY_GROUPS), others = field(n ? known : stated, KVP_GEOMETRY_GROUPS);
         for (size_t i = 0, k; i < some.count; i++) {
-            Node name = some.items[i].items[at_name];
-            for (k = 0; k < others.count && !same(&others.items[k].items[at_name], &name);) k++;
-            if (k == others.count || !same_encoding(list->type.of, &some.items[i], &others.items[k])) unlike("DESCRIPTION_MISMATCH", &(Group){.name = name}, NULL, NULL);
+            const kvp_value *name = kvp_field(&some.items[i], KVP_GROUP_NAME);
+            for (k = 0; k < others.count && !same(kvp_field(&others.items[k], KVP_GROUP_NAME), name);) k++;
+            if (k < others.count && equal(&some.items[i], &others.items[k])) continue;
+            char *path = get(name->count + 16);
+            snprintf(path, name->count + 16, "groups[%.*s]", (int)name->count, name->bytes);
+            refuse("DESCRIPTION_MISMATCH", path);
         }
     }
     int i = 0;
-    while (i < geometry->count - 1 && same_encoding(&geometry->fields[i].type, &known->items[i], &stated->items[i])) i++;
-    refuse("DESCRIPTION_MISMATCH", &(Path){NULL, geometry->fields[i].name, 0});
+    while (i < COUNT(fields) && equal(kvp_field(known, fields[i]), kvp_field(stated, fields[i]))) i++;
+    refuse("DESCRIPTION_MISMATCH", names[i]);
 }
 static void greet_routed(Session *session) { /* the other ranks that this one is routed from */
     const Source *source = session->source;
     for (size_t i = 0; i < session->boxes; i++) {
-        uint64_t rank = session->box[i][0];
-        if (session->box[i][1] != 0 || session_of(source, rank)) continue;
+        uint64_t rank = session->box[i].source;
+        if (session->box[i].sink != 0 || session_of(source, rank)) continue;
         size_t e = 0;
         while (e < source->endpoint_count && source->endpoints[e].rank != rank) e++;
         if (e == source->endpoint_count || !dial(session->source, source->endpoints[e].address, rank)) deny("NO_TRANSPORT", "endpoints", "ipc in a directory of mode 0700", "none for a routed rank");
     }
 }
-static void description(Session *session, const Node *map) {
-    Node request = field(L_Description, map, "request"), geometry = field(L_Description, map, "geometry"), digest = field(L_Description, map, "digest");
+static void description(Session *session, const kvp_value *map) {
+    kvp_value request = field(map, KVP_DESCRIPTION_REQUEST), geometry = field(map, KVP_DESCRIPTION_GEOMETRY), digest = field(map, KVP_DESCRIPTION_DIGEST);
     char found[32];
-    if (!answered(session, &request, L_Describe)) return;
+    if (!answered(session, &request, KVP_DESCRIBE)) return;
     session->state = DESCRIBED;
     sha256(geometry.bytes, geometry.count, found);
     if (memcmp(found, digest.bytes, 32)) deny("BAD_DIGEST", "digest", "the digest of the geometry", "another");
-    session->version = number(L_Description, map, "version");
+    session->version = kvp_number(map, KVP_DESCRIPTION_VERSION);
     memcpy(session->digest, found, 32);
-    uint8_t *bytes = get(geometry.count + 1);
-    memcpy(bytes, geometry.bytes, geometry.count);
-    Node *theirs = get(sizeof *theirs);
     inside = "geometry";
-    *theirs = body(&LAYOUTS[L_Geometry], bytes, geometry.count);
-    session->side = side_of_map(theirs);
+    session->side = side_of(geometry.bytes, geometry.count);
     inside = "";
-    session->stated = theirs;
     for (const Session *each = session->source->sessions; each; each = each->next) { /* KVP-DSC-RANKS */
         bool first = each != session && each->state != CLOSED && each->version == 1 && session->version == 1;
-        if (first && memcmp(each->digest, found, 32)) deny_unlike(each->stated, theirs);
+        if (first && memcmp(each->digest, found, 32)) deny_unlike(kvp_description_root(each->side->description), kvp_description_root(session->side->description));
     }
-    Plan plan = {.source = session->side, .sink = me.side};
-    uint64_t(*row)[ROW] = plan_rows(&plan, &session->boxes);
-    session->box = get((session->boxes + 1) * sizeof *row);
-    memcpy(session->box, row, session->boxes * sizeof *row);
+    make_plan(session, session->side, me.side, 0);
     keep(&session->memory);
     greet_routed(session);
     for (size_t i = 0; i < session->boxes; i++)
@@ -258,14 +251,14 @@ static void description(Session *session, const Node *map) {
         }
     became_ready(session->source); /* a rank without a route takes part in nothing */
 }
-static void watch_writer(Session *session, const Node *process) { /* whose end proves that it writes no more; not the end of one that cannot be seen from here (KVP-REG-DEATH) */
+static void watch_writer(Session *session, const kvp_value *process) { /* whose end proves that it writes no more; not the end of one that cannot be seen from here (KVP-REG-DEATH) */
     uint8_t here[16];
-    uint64_t pid = number(L_Process, process, "pid"), start;
+    uint64_t pid = kvp_number(process, KVP_PROCESS_PID), start;
     this_boot(here);
-    if (memcmp(field(L_Process, process, "boot").bytes, here, 16) || number(L_Process, process, "namespace") != pid_namespace() || pid > INT32_MAX) return;
+    if (memcmp(field(process, KVP_PROCESS_BOOT).bytes, here, 16) || kvp_number(process, KVP_PROCESS_NAMESPACE) != pid_namespace() || pid > INT32_MAX) return;
     int writer = (int)syscall(SYS_pidfd_open, (pid_t)pid, 0);
     session->writer_ended = writer < 0 && errno == ESRCH;
-    if (writer >= 0 && start_of(pid, &start) && start == number(L_Process, process, "start")) session->writer = writer; /* opened before it is compared: a PID is given again */
+    if (writer >= 0 && start_of(pid, &start) && start == kvp_number(process, KVP_PROCESS_START)) session->writer = writer; /* opened before it is compared: a PID is given again */
     else if (writer >= 0) close(writer);
 }
 static bool has_writer(Session *session) { /* false once no process is left that could write into shared memory */
@@ -273,17 +266,17 @@ static bool has_writer(Session *session) { /* false once no process is left that
     if (session->writer && poll(&writer, 1, 0) == 1) session->writer_ended = true;
     return !session->writer_ended;
 }
-static void registered_by(Session *session, const Node *map) {
-    Node request = field(L_Registered, map, "request"), routes = field(L_Registered, map, "routes"), digest = field(L_Registered, map, "plan");
-    if (!answered(session, &request, L_Register)) return;
-    if (number(L_Registered, map, "epoch") != 1) deny("OUT_OF_RANGE", "epoch", "1", "another");
-    const char *transport = name_of(&ENUMS[E_Transport], number(L_Registered, map, "transport"));
+static void registered_by(Session *session, const kvp_value *map) {
+    kvp_value request = field(map, KVP_REGISTERED_REQUEST), routes = field(map, KVP_REGISTERED_ROUTES), digest = field(map, KVP_REGISTERED_PLAN);
+    if (!answered(session, &request, KVP_REGISTER)) return;
+    if (kvp_number(map, KVP_REGISTERED_EPOCH) != 1) deny("OUT_OF_RANGE", "epoch", "1", "another");
+    const char *transport = kvp_value_name(KVP_ENUM_TRANSPORT, kvp_number(map, KVP_REGISTERED_TRANSPORT));
     if (!transport || strcmp(transport, pool.shared ? "SHM" : "INLINE")) deny("NO_TRANSPORT", "transport", pool.shared ? "SHM" : "INLINE", "another");
     Text stated = {0}, own = {0};
     form(&stated, "\"routes\": [");
     for (size_t i = 0; i < routes.count; i++) {
-        Node each = field(L_RouteRef, &routes.items[i], "digest");
-        form(&stated, "%s{\"group\": \"%llu\", \"digest\": \"", i ? ", " : "", (unsigned long long)number(L_RouteRef, &routes.items[i], "group"));
+        kvp_value each = field(&routes.items[i], KVP_ROUTE_REF_DIGEST);
+        form(&stated, "%s{\"group\": \"%llu\", \"digest\": \"", i ? ", " : "", (unsigned long long)kvp_number(&routes.items[i], KVP_ROUTE_REF_GROUP));
         form_hex(&stated, each.bytes, each.count);
         form(&stated, "\"}");
     }
@@ -295,7 +288,7 @@ static void registered_by(Session *session, const Node *map) {
     free(stated.text);
     free(own.text);
     if (!same_routes) deny("ROUTE_MISMATCH", "routes", "those of both Descriptions", "others");
-    Node process = field(L_Registered, map, "process");
+    kvp_value process = field(map, KVP_REGISTERED_PROCESS);
     if (pool.shared && process.kind) watch_writer(session, &process);
     session->state = READY;
     if (!pool.shared) grant_credit(session);

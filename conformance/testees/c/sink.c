@@ -1,10 +1,10 @@
-/* A kvproto sink in C11: it fetches caches over shm and inline, as a decode engine does. libzmq is all that it needs; made from spec/v1 alone.
+/* A kvproto sink in C11: it fetches caches over shm and inline, as a decode engine does. an example on libkvproto, which needs libzmq besides.
  *
- *     gcc -std=c11 -O2 -o sink sink.c -lzmq
+ *     gcc -std=c11 -O2 -I libkvproto/include -o sink sink.c libkvproto/src/kvproto.c -lzmq
  *     kvproto-conformance run --live-sink ./sink -- ./sink
  *
- * It answers the questions of a testee at L2 (lower.c), and is the adapter of a live engine (testee.md). One rank, one thread. What it leaves out: keys, epochs, pull, staging,
- * intent, and to go on with a session over another connection; it opens another. In order: what the suite asks, the loop. Before them pool.c, peer.c, session.c, hear.c and transfers.c. */
+ * It answers the questions of a testee at L2 (testee.c), and is the adapter of a live engine (testee.md). One rank, one thread. What it leaves out: keys, epochs, pull, staging,
+ * intent, and to go on with a session over another connection; it opens another. In order: what the suite asks, the loop. Before them engine.c, pool.c, peer.c, session.c, hear.c and transfers.c. */
 #define CLAIM "\"name\": \"sink.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"sink\", \"level\": \"L4\", " \
     "\"extensions\": [\"json\", \"streams\", \"deals\", \"sections\", \"spread\", \"cold\", \"verify\", \"inline\"]"
 #include "transfers.c"
@@ -30,24 +30,21 @@ static Source *source_named(const char *name) {
     while (each && strcmp(each->name, name)) each = each->next;
     return each;
 }
-static Fetch *fetch_named(const Json *id) {
+static Fetch *fetch_named(Slice id) {
     Fetch *each = fetches;
-    while (each && (!id || strcmp(each->id, id->text))) each = each->next;
+    while (each && (!id.text || strcmp(each->id, text_of(id)))) each = each->next;
     return each;
 }
 static void turn_once(double seconds, bool commands);
-static void begin_fetch(const Json *question) {
-    Source *source = source_named(member(question, "engine")->text);
+static void begin_fetch(Slice question) {
+    Source *source = source_named(text_of(member(question, "engine")));
     if (!source) deny("UNKNOWN_TICKET", "engine", "a source that was named by connect", "another");
     Fetch *fetch = calloc(1, sizeof *fetch);
     if (!fetch) abort();
-    const Json *id = member(question, "id"), *key = member(question, "key"), *first = member(question, "first"), *tokens = member(question, "tokens");
-    *fetch = (Fetch){.next = fetches, .id = copy_of(id->text, id->size), .source = source, .count = tokens->count, .first = first ? integer(first, NULL) : 0};
-    memcpy(fetch->key, key->text, 32);
-    fetch->tokens = calloc(fetch->count + 1, sizeof(uint64_t));
-    uint64_t n = 0;
-    for (const Json *each = tokens->items; each; each = each->next) fetch->tokens[n++] = integer(each, NULL);
-    fetch->deadline = now() + (double)integer(member(question, "deadline"), NULL) / 1000;
+    *fetch = (Fetch){.next = fetches, .id = strdup(text_of(member(question, "id"))), .source = source, .first = integer(member(question, "first"))};
+    memcpy(fetch->key, text_of(member(question, "key")), 32);
+    fetch->tokens = integers(member(question, "tokens"), &fetch->count);
+    fetch->deadline = now() + (double)integer(member(question, "deadline")) / 1000;
     fetch->over = fetch->deadline + TICKET_WAIT + PATIENCE;
     for (int g = 0; g < pool.count; g++) {
         const Cache *cache = &pool.caches[g];
@@ -63,39 +60,31 @@ static void begin_fetch(const Json *question) {
     if (source->failed) give_up(fetch, source->failed, "no session");
     start(fetch);
 }
-static void wait_for(const Json *question) {
+static void wait_for(Slice question) {
     Fetch *fetch = fetch_named(member(question, "id"));
-    double until = now() + strtod(member(question, "seconds")->text, NULL);
+    double until = now() + strtod(member(question, "seconds").text, NULL);
     if (!fetch) deny("UNKNOWN_TICKET", "id", "a fetch", "none");
     while (now() < until && !fetch->arrived && !(fetch->lost && is_settled(fetch))) turn_once(until - now(), false);
     if (fetch->arrived) {
-        say("\"state\": \"arrived\", \"finished\": ");
-        say(fetch->finished ? "true" : "false");
-        say(", \"free\": true, \"handoff\": {");
+        form(&out, "\"state\": \"arrived\", \"finished\": %s, \"free\": true, \"handoff\": {", fetch->finished ? "true" : "false");
         bool more = false;
         for (int g = 0; g < pool.count; g++) {
             const Cache *cache = &pool.caches[g];
             size_t from = 0;
             if (has_memory(cache)) continue;
-            Text json = {0};
-            form(&json, "%s\"%s\": {", more ? ", " : "", cache->name);
+            form(&out, "%s\"%s\": {", more ? ", " : "", cache->name);
             for (int p = 0; p < parts_of(cache) && from < fetch->handoff[g].size; p++) {
-                form(&json, "%s\"%s\": \"", p ? ", " : "", cache->parts[p].name);
-                form_hex(&json, fetch->handoff[g].text + from, (size_t)cache->parts[p].bytes);
-                form(&json, "\"");
+                form(&out, "%s\"%s\": \"", p ? ", " : "", cache->parts[p].name);
+                form_hex(&out, fetch->handoff[g].text + from, (size_t)cache->parts[p].bytes);
+                form(&out, "\"");
                 from += (size_t)cache->parts[p].bytes;
             }
-            form(&json, "}");
-            say(json.text);
-            free(json.text);
+            form(&out, "}");
             more = true;
         }
-        say("}");
-    } else if (fetch->lost) {
-        say("\"state\": \"lost\", \"code\": \"");
-        say(fetch->lost);
-        say(is_free(fetch) ? "\", \"free\": true" : "\", \"free\": false");
-    } else say("\"state\": \"waiting\"");
+        form(&out, "}");
+    } else if (fetch->lost) form(&out, "\"state\": \"lost\", \"code\": \"%s\", \"free\": %s", fetch->lost, is_free(fetch) ? "true" : "false");
+    else form(&out, "\"state\": \"waiting\"");
 }
 static void release(Fetch *fetch) { /* its items too, where nothing can be written into them any more */
     if (!fetch->arrived && !fetch->lost) give_up(fetch, "ABORTED", "released");
@@ -143,42 +132,42 @@ static void disconnect(Source *source) {
     free(source->address);
     free(source);
 }
-static void answer_live(const char *op, const Json *question) {
-    const Json *engine = member(question, "engine");
+static void answer_live(Slice op, Slice question) {
+    const char *engine = text_of(member(question, "engine"));
     Fetch *fetch = fetch_named(member(question, "id"));
-    if (!strcmp(op, "open")) open_engine(question);
-    else if (!strcmp(op, "fetch")) begin_fetch(question);
-    else if (!strcmp(op, "wait")) wait_for(question);
-    else if (!strcmp(op, "connect")) {
+    if (is(op, "open")) open_engine(question);
+    else if (is(op, "fetch")) begin_fetch(question);
+    else if (is(op, "wait")) wait_for(question);
+    else if (is(op, "connect")) {
         Source *source = calloc(1, sizeof *source);
         if (!source) abort();
-        *source = (Source){.next = sources, .name = copy_of(engine->text, engine->size), .address = copy_of(member(question, "address")->text, member(question, "address")->size)};
+        *source = (Source){.next = sources, .name = strdup(engine), .address = strdup(text_of(member(question, "address")))};
         sources = source;
         greet_source(source);
-    } else if (!strcmp(op, "disconnect")) {
-        if (source_named(engine->text)) disconnect(source_named(engine->text));
+    } else if (is(op, "disconnect")) {
+        if (source_named(engine)) disconnect(source_named(engine));
     } else if (!fetch) deny("UNKNOWN_TICKET", "id", "a fetch", "none");
-    else if (!strcmp(op, "abort")) give_up(fetch, "ABORTED", "the engine says so");
-    else if (!strcmp(op, "release")) release(fetch);
-    else if (!strcmp(op, "read")) {
+    else if (is(op, "abort")) give_up(fetch, "ABORTED", "the engine says so");
+    else if (is(op, "release")) release(fetch);
+    else if (is(op, "read")) {
         int group = 0;
-        while (group < pool.count - 1 && strcmp(pool.caches[group].name, member(question, "group")->text)) group++;
-        Text json = {0};
-        uint64_t layer = integer(member(question, "layer"), NULL), first = integer(member(question, "first"), NULL), count = integer(member(question, "count"), NULL);
-        form(&json, "\"data\": \"");
-        if (!read_rows(&json, fetch->items[group], group, (int)layer, member(question, "part")->text, first, count)) deny("PART_MISSING", "part", "a part of the group", "another");
-        form(&json, "\"");
-        say(json.text);
-        free(json.text);
+        while (group < pool.count - 1 && !is(member(question, "group"), pool.caches[group].name)) group++;
+        uint64_t layer = integer(member(question, "layer")), first = integer(member(question, "first")), count = integer(member(question, "count"));
+        form(&out, "\"data\": \"");
+        if (!read_rows(&out, fetch->items[group], group, (int)layer, text_of(member(question, "part")), first, count)) deny("PART_MISSING", "part", "a part of the group", "another");
+        form(&out, "\"");
     }
 }
-static bool is_live(const char *op) {
+static bool answer_live_too(Slice question) {
     static const char *const names[] = {"open", "connect", "disconnect", "fetch", "wait", "read", "abort", "release"};
+    Slice op = member(question, "op");
     for (int n = 0; n < COUNT(names); n++)
-        if (!strcmp(names[n], op)) return true;
+        if (is(op, names[n])) {
+            answer_as_engine(op, question);
+            return true;
+        }
     return false;
 }
-static bool answer_more(const char *op, const Json *question) { return is_live(op) ? answer_as_engine(op, question) : answer_of_lower(op, question); }
 
 /* ---- the loop ---- */
 

@@ -1,10 +1,10 @@
-/* A kvproto source in C11: it hands caches over by shm and inline, as a prefill engine does. libzmq is all that it needs; made from spec/v1 alone.
+/* A kvproto source in C11: it hands caches over by shm and inline, as a prefill engine does. an example on libkvproto, which needs libzmq besides.
  *
- *     gcc -std=c11 -O2 -o source source.c -lzmq
+ *     gcc -std=c11 -O2 -I libkvproto/include -o source source.c libkvproto/src/kvproto.c -lzmq
  *     kvproto-conformance run --live-source ./source -- ./source
  *
- * It answers the questions of a testee at L2 (lower.c), and is the adapter of a live engine (testee.md). One rank, one thread. What it leaves out: keys, epochs, pull, staging,
- * intent, a catalogue. In order: frames in, prompts, what the suite asks, the loop. Before them pool.c, peer.c, serve.c, mapping.c and push.c. */
+ * It answers the questions of a testee at L2 (testee.c), and is the adapter of a live engine (testee.md). One rank, one thread. What it leaves out: keys, epochs, pull, staging,
+ * intent, a catalogue. In order: frames in, prompts, what the suite asks, the loop. Before them engine.c, pool.c, peer.c, serve.c, mapping.c and push.c. */
 #define CLAIM "\"name\": \"source.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"source\", \"level\": \"L4\", " \
     "\"extensions\": [\"json\", \"streams\", \"deals\", \"sections\", \"spread\", \"cold\", \"verify\", \"inline\", \"resume\"]"
 #define POOL_ITEMS 256
@@ -12,108 +12,106 @@
 
 /* ---- frames in ---- */
 
-static void hear_error(const char *route, size_t size, const Node *map) { /* never answered */
-    Node id = field(L_Error, map, "session"), request = field(L_Error, map, "request");
-    const char *name = name_of(&ENUMS[E_ErrorCode], number(L_Error, map, "code"));
+static void hear_error(const char *route, size_t size, const kvp_value *map) { /* never answered */
+    kvp_value id = field(map, KVP_ERROR_SESSION), request = field(map, KVP_ERROR_REQUEST);
+    const char *name = kvp_value_name(KVP_ENUM_ERROR_CODE, kvp_number(map, KVP_ERROR_CODE));
     Session *session = id.kind ? session_with(id.number) : NULL;
     if (!session || !same_route(session, route, size)) return;
     session->heard = now();
     if (name && (!strcmp(name, "UNKNOWN_SESSION") || !strcmp(name, "SUPERSEDED"))) end_session(session, NULL, false);
     else if (request.kind) refused_done(session, request.number);
 }
-static void act(Session *session, const Layout *layout, const Node *map) {
+static void act(Session *session, int layout, const kvp_value *map) {
     Text json = {0};
-    Node request = layout->count > 1 && !strcmp(layout->fields[1].name, "request") ? map->items[1] : (Node){0};
-    switch ((int)(layout - LAYOUTS)) {
-        case L_Ping:
+    kvp_value request = request_of(map);
+    switch (layout) {
+        case KVP_PING:
             form(&json, "{\"session\": \"%llu\", \"request\": \"%llu\"}", (unsigned long long)session->id, (unsigned long long)request.number);
-            notice(session, L_Pong, json.text);
+            notice(session, KVP_PONG, json.text);
             free(json.text);
             break;
-        case L_Pong: answered(session, &request, L_Ping); break;
-        case L_Goodbye: end_session(session, NULL, false); break;
-        case L_Describe: describe(session, map); break;
-        case L_Register: register_memory(session, map); break;
-        case L_Transfer:
+        case KVP_PONG: answered(session, &request, KVP_PING); break;
+        case KVP_GOODBYE: end_session(session, NULL, false); break;
+        case KVP_DESCRIBE: describe(session, map); break;
+        case KVP_REGISTER: register_memory(session, map); break;
+        case KVP_TRANSFER:
             hear_transfer(session, map);
             break;
-        case L_DoneAck: done_ack(session, map); break;
-        case L_Abort: abort_transfer(session, map); break;
-        case L_Credit: credit(session, map); break;
-        default: deny("UNEXPECTED_MESSAGE", "", "a message with a row for this state", layout->name);
+        case KVP_DONE_ACK: done_ack(session, map); break;
+        case KVP_ABORT: abort_transfer(session, map); break;
+        case KVP_CREDIT: credit(session, map); break;
+        default: deny("UNEXPECTED_MESSAGE", "", "a message with a row for this state", kvp_layout_name(layout));
     }
 }
-static void drained(const char *route, size_t size, const Node *map) { /* of a session that has ended, with which all its writes have (KVP-END-AFTER) */
+static void drained(const char *route, size_t size, const kvp_value *map) { /* of a session that has ended, with which all its writes have (KVP-END-AFTER) */
     Sink sink = {.route_size = size};
-    Session past = {.sink = &sink, .id = number(L_Abort, map, "session"), .max_body = MAX_BODY};
+    Session past = {.sink = &sink, .id = kvp_number(map, KVP_ABORT_SESSION), .max_body = KVP_MAX_BODY};
     Text json = {0};
     memcpy(sink.route, route, size);
-    form_ids(&json, &past, number(L_Abort, map, "request"), number(L_Abort, map, "sequence"));
+    form_ids(&json, &past, kvp_number(map, KVP_ABORT_REQUEST), kvp_number(map, KVP_ABORT_SEQUENCE));
     form(&json, ", \"proof\": \"PROVEN\"}");
-    notice(&past, L_Drained, json.text);
+    notice(&past, KVP_DRAINED, json.text);
     free(json.text);
 }
-static void answer_refused(const char *route, size_t size, int kind, const Node *id, const Node *request, const Node *map) { /* by the message that carries the error */
+static void answer_refused(const char *route, size_t size, int kind, const kvp_value *id, const kvp_value *request, const kvp_value *map) { /* by the message that carries the error */
     Sink sink = {.route_size = size};
-    Session *session = id->kind ? session_with(id->number) : NULL, stranger = {.sink = &sink, .max_body = session ? session->max_body : MAX_BODY};
-    bool by_refused = map && (kind == L_Hello || kind == L_Describe || kind == L_Register), by_failed = map && kind == L_Transfer;
-    if (!strcmp(code, "UNKNOWN_SESSION") || (kind != L_Hello && !strcmp(code, "SUPERSEDED"))) by_refused = by_failed = false;
+    Session *session = id->kind ? session_with(id->number) : NULL, stranger = {.sink = &sink, .max_body = session ? session->max_body : KVP_MAX_BODY};
+    bool by_refused = map && (kind == KVP_HELLO || kind == KVP_DESCRIBE || kind == KVP_REGISTER), by_failed = map && kind == KVP_TRANSFER;
+    if (!strcmp(code, "UNKNOWN_SESSION") || (kind != KVP_HELLO && !strcmp(code, "SUPERSEDED"))) by_refused = by_failed = false;
     memcpy(sink.route, route, size);
     if (!by_refused && !by_failed) {
-        say_error(&stranger, id, request, kind < 0 ? 0 : LAYOUTS[kind].type);
+        say_error(&stranger, id, request, kind < 0 ? 0 : (unsigned)kind);
         return;
     }
     Text json = {0};
     form(&json, "{\"request\": \"%llu\"", (unsigned long long)request->number);
-    if (id->kind && kind != L_Hello) form(&json, ", \"session\": \"%llu\"", (unsigned long long)id->number);
-    if (by_failed) form(&json, ", \"sequence\": \"%llu\"", (unsigned long long)number(L_Transfer, map, "sequence"));
+    if (id->kind && kind != KVP_HELLO) form(&json, ", \"session\": \"%llu\"", (unsigned long long)id->number);
+    if (by_failed) form(&json, ", \"sequence\": \"%llu\"", (unsigned long long)kvp_number(map, KVP_TRANSFER_SEQUENCE));
     form_refusal(&json);
     form(&json, "}");
-    notice(&stranger, by_failed ? L_Failed : L_Refused, json.text);
+    notice(&stranger, by_failed ? KVP_FAILED : KVP_REFUSED, json.text);
     free(json.text);
 }
-static void hear_known(const char *route, size_t size, const Layout *layout, const Node *map) {
-    int kind = (int)(layout - LAYOUTS);
+static void hear_known(const char *route, size_t size, int kind, const kvp_value *map) {
+    kvp_value id = *kvp_field(map, KVP_DONE_SESSION);
     bool superseded;
-    if (kind == L_Hello) hello(route, size, map);
-    else if (kind == L_Error) hear_error(route, size, map);
+    if (kind == KVP_HELLO) hello(route, size, map);
+    else if (kind == KVP_ERROR) hear_error(route, size, map);
     else {
-        Session *session = map->items[0].kind ? session_with(map->items[0].number) : NULL;
-        if (!session && map->items[0].kind && has_ended(map->items[0].number, &superseded)) {
+        Session *session = id.kind ? session_with(id.number) : NULL;
+        if (!session && id.kind && has_ended(id.number, &superseded)) {
             if (superseded) deny("SUPERSEDED", "session", "a later run of this rank", "an earlier one");
-            if (kind == L_Abort) {
+            if (kind == KVP_ABORT) {
                 drained(route, size, map);
                 return;
             }
         }
         if (!session || !same_route(session, route, size)) deny("UNKNOWN_SESSION", "session", "sessions of this connection", "another");
         session->heard = now();
-        act(session, layout, map);
+        act(session, kind, map);
     }
 }
 static void hear(const char *route, size_t route_size, const uint8_t *frame, size_t size) {
-    static const Layout *layout;
-    static Node map;
+    static const kvp_value *map; /* of a frame that could be read */
     Block *outer_blocks = blocks;
     jmp_buf here, *outer = refused;
     blocks = NULL;
     refused = &here;
-    layout = NULL;
+    map = NULL;
     inside = "";
     mine_text = "what kvproto 1.0 says";
     yours_text = "what came";
     if (!setjmp(here)) {
-        const Layout *found = envelope(frame, size);
-        map = body(found, frame + HEADER, size - HEADER);
-        layout = found;
-        hear_known(route, route_size, layout, &map);
+        kvp_message *message;
+        check(kvp_decode(frame, size, &TURN, &message, &refusal));
+        map = kvp_root(message);
+        hear_known(route, route_size, (int)map->layout, map);
     } else {
         refused = &here;
-        int kind = kind_of(frame, size);
-        Node id = {0}, request = {0};
+        kvp_value id, request;
+        int kind = kvp_frame_ids(frame, size, &id, &request);
         begin_path();
-        if (kind >= 0 && size > HEADER) read_ids(frame, size, &id, &request);
-        if (kind != L_Error && (layout || kind < 0 || is_request(kind))) answer_refused(route, route_size, kind, &id, &request, layout ? &map : NULL);
+        if (kind != KVP_ERROR && (map || kind < 0 || is_request(kind))) answer_refused(route, route_size, kind, &id, &request, map);
     }
     refused = outer;
     give_back();
@@ -143,7 +141,7 @@ static void on_time(Session *session) {
     double time = now();
     bool pinged = false;
     for (Request *each = session->requests; each; each = each->next) {
-        pinged |= each->kind == L_Ping;
+        pinged |= each->kind == KVP_PING;
         if (time < each->again) continue;
         each->again = time + RESEND;
         if (time >= each->until) {
@@ -159,7 +157,7 @@ static void on_time(Session *session) {
             forget_use(session, each);
             fail(session, each, "UNKNOWN_TICKET", "ticket");
         }
-    if (!pinged && time > session->heard + SILENCE) ask(session, L_Ping, 0, "");
+    if (!pinged && time > session->heard + SILENCE) ask(session, KVP_PING, 0, "");
 }
 
 /* ---- prompts ---- */
@@ -207,9 +205,14 @@ static void check_deadlines(void) {
 /* ---- what the suite asks of a live engine ---- */
 
 static void turn_once(double seconds, bool commands);
-static void open_source(const Json *question) {
-    const Json *listen = member(question, "listen");
-    char *address = copy_of(listen->text, listen->size);
+static const uint8_t *bytes_of(Slice hex, size_t *size) {
+    uint8_t *made = unhex(hex, size), *bytes = get(*size + 1);
+    memcpy(bytes, made, *size);
+    free(made);
+    return bytes;
+}
+static void open_source(Slice question) {
+    char *address = strdup(text_of(member(question, "listen")));
     if (!may_connect(address)) {
         free(address);
         deny("NOT_ALLOWED", "listen", "ipc in a directory of mode 0700", "another address");
@@ -217,33 +220,29 @@ static void open_source(const Json *question) {
     open_engine(question);
     door = zmq_socket(context, ZMQ_ROUTER);
     zmq_setsockopt(door, ZMQ_LINGER, &(int){500}, sizeof(int));
-    zmq_setsockopt(door, ZMQ_MAXMSGSIZE, &(int64_t){HEADER + MAX_BODY}, sizeof(int64_t));
+    zmq_setsockopt(door, ZMQ_MAXMSGSIZE, &(int64_t){HEADER + KVP_MAX_BODY}, sizeof(int64_t));
     zmq_setsockopt(door, ZMQ_RCVHWM, &(int){16}, sizeof(int));
     zmq_setsockopt(door, ZMQ_SNDHWM, &(int){2048}, sizeof(int));
     zmq_setsockopt(door, ZMQ_HANDSHAKE_IVL, &(int){5000}, sizeof(int));
     listening = address;
     if (zmq_bind(door, address)) deny("INTERNAL", "listen", "an address to listen at", "one that is taken");
 }
-static Prompt *prompt_named(const Json *id) {
+static Prompt *prompt_named(Slice id) {
     Prompt *each = prompts;
-    while (each && (!id || strcmp(each->id, id->text))) each = each->next;
+    while (each && (!id.text || strcmp(each->id, text_of(id)))) each = each->next;
     return each;
 }
-static void take_request(const Json *question) {
-    const Json *id = member(question, "id"), *tokens = member(question, "tokens");
+static void take_request(Slice question) {
     size_t size;
-    const uint8_t *key = unhex(member(question, "key"), &size);
+    const uint8_t *key = bytes_of(member(question, "key"), &size);
     if (size != 16) deny("OUT_OF_RANGE", "key", "16 bytes", "another number");
     Prompt *prompt = calloc(1, sizeof *prompt);
     if (!prompt) abort();
-    prompt->id = copy_of(id->text, id->size);
-    prompt->count = tokens->count;
+    prompt->id = strdup(text_of(member(question, "id")));
     memcpy(prompt->key, key, 16);
-    prompt->tokens = calloc(prompt->count + 1, sizeof(uint64_t));
-    uint64_t n = 0;
-    for (const Json *each = tokens->items; each; each = each->next) prompt->tokens[n++] = integer(each, NULL);
+    prompt->tokens = integers(member(question, "tokens"), &prompt->count);
     content_digest(prompt->content, prompt->tokens, prompt->count);
-    prompt->deadline = now() + (double)integer(member(question, "deadline"), NULL) / 1000;
+    prompt->deadline = now() + (double)integer(member(question, "deadline")) / 1000;
     bool room = true;
     for (int g = 0; g < pool.count; g++) {
         const Cache *cache = &pool.caches[g];
@@ -267,14 +266,14 @@ static void take_request(const Json *question) {
         deny("PROMPT_TOO_LONG", "tokens", "fewer pages", "a longer prompt");
     }
 }
-static void fill(Prompt *prompt, const Json *question) {
+static void fill(Prompt *prompt, Slice question) {
     int group = 0;
     size_t size, row_size = 0, part = 0;
-    const uint8_t *rows = unhex(member(question, "data"), &size);
-    uint64_t layer = integer(member(question, "layer"), NULL), first = integer(member(question, "first"), NULL);
-    while (group < pool.count - 1 && strcmp(pool.caches[group].name, member(question, "group")->text)) group++;
+    const uint8_t *rows = bytes_of(member(question, "data"), &size);
+    uint64_t layer = integer(member(question, "layer")), first = integer(member(question, "first"));
+    while (group < pool.count - 1 && !is(member(question, "group"), pool.caches[group].name)) group++;
     const Cache *cache = &pool.caches[group];
-    while ((int)part < parts_of(cache) - 1 && strcmp(cache->parts[part].name, member(question, "part")->text)) part++;
+    while ((int)part < parts_of(cache) - 1 && !is(member(question, "part"), cache->parts[part].name)) part++;
     row_size = (size_t)(cache->parts[part].lanes * cache->parts[part].bytes);
     for (uint64_t n = 0; n < size / row_size; n++)
         for (int head = 0; head < cache->parts[part].lanes; head++) {
@@ -283,41 +282,39 @@ static void fill(Prompt *prompt, const Json *question) {
             memcpy(head_row(group, (int)layer, (int)part, prompt->items[group][page], (int)(row % (uint64_t)cache->rows), head), rows + n * row_size + (size_t)(head * cache->parts[part].bytes), (size_t)cache->parts[part].bytes);
         }
 }
-static void finish(Prompt *prompt, const Json *question) {
-    const Json *handoff = member(question, "handoff"), *finished = member(question, "finished");
+static void finish(Prompt *prompt, Slice question) {
+    Slice handoff = member(question, "handoff"), finished = member(question, "finished");
     for (int g = 0; g < pool.count; g++)
         for (int p = 0; !has_memory(&pool.caches[g]) && p < parts_of(&pool.caches[g]); p++) {
-            const Json *data_of = member(member(handoff, pool.caches[g].name), pool.caches[g].parts[p].name);
+            Slice data_of = member(member(handoff, pool.caches[g].name), pool.caches[g].parts[p].name);
             size_t size;
-            const uint8_t *bytes = unhex(data_of, &size);
+            const uint8_t *bytes = bytes_of(data_of, &size);
             prompt->handoff[g][p].size = 0;
             add(&prompt->handoff[g][p], bytes, size);
         }
-    prompt->ends = finished && finished->truth;
+    prompt->ends = finished.text && *finished.text == 't';
     prompt->computed = prompt->count;
     prompt->finished = true;
     for_each_transfer(prompt, on_progress);
 }
-static void wait_for(const Prompt *prompt, const Json *question) {
+static void wait_for(const Prompt *prompt, Slice question) {
     static const char *const states[] = {"held", "freed", "undelivered", "expired"};
-    double until = now() + strtod(member(question, "seconds")->text, NULL);
+    double until = now() + strtod(member(question, "seconds").text, NULL);
     while (now() < until && !ended_prompt(prompt)) turn_once(until - now(), false);
-    say("\"state\": \"");
-    say(states[prompt->state]);
-    say("\"");
+    form(&out, "\"state\": \"%s\"", states[prompt->state]);
 }
-static void answer_live(const char *op, const Json *question) {
+static void answer_live(Slice op, Slice question) {
     Prompt *prompt = prompt_named(member(question, "id"));
-    if (!strcmp(op, "open")) open_source(question);
-    else if (!strcmp(op, "request")) take_request(question);
-    else if (!strcmp(op, "drain")) draining = true;
+    if (is(op, "open")) open_source(question);
+    else if (is(op, "request")) take_request(question);
+    else if (is(op, "drain")) draining = true;
     else if (!prompt) deny("UNKNOWN_TICKET", "id", "a request", "none");
-    else if (!strcmp(op, "wait")) wait_for(prompt, question);
+    else if (is(op, "wait")) wait_for(prompt, question);
     else if (ended_prompt(prompt)) return; /* whose prefill goes on for nobody */
-    else if (!strcmp(op, "fill")) fill(prompt, question);
-    else if (!strcmp(op, "finish")) finish(prompt, question);
-    else if (!strcmp(op, "computed")) {
-        prompt->computed = integer(member(question, "tokens"), NULL);
+    else if (is(op, "fill")) fill(prompt, question);
+    else if (is(op, "finish")) finish(prompt, question);
+    else if (is(op, "computed")) {
+        prompt->computed = integer(member(question, "tokens"));
         for_each_transfer(prompt, on_progress);
     } else {
         prompt->given_up = true;
@@ -330,13 +327,16 @@ static void answer_live(const char *op, const Json *question) {
         }
     }
 }
-static bool is_live(const char *op) {
+static bool answer_live_too(Slice question) {
     static const char *const names[] = {"open", "request", "fill", "computed", "finish", "fail", "wait", "drain"};
+    Slice op = member(question, "op");
     for (int n = 0; n < COUNT(names); n++)
-        if (!strcmp(names[n], op)) return true;
+        if (is(op, names[n])) {
+            answer_as_engine(op, question);
+            return true;
+        }
     return false;
 }
-static bool answer_more(const char *op, const Json *question) { return is_live(op) ? answer_as_engine(op, question) : answer_of_lower(op, question); }
 
 /* ---- the loop ---- */
 

@@ -5,7 +5,7 @@
 /* ---- fetches ---- */
 
 enum { UNSENT, ASKED, ACCEPTED, DONE, FAILED_BY, ABORTING, PROVEN, UNPROVABLE };
-typedef struct { Session *session; uint64_t session_id, sequence, unpacked, length; int state; bool last; Block *memory; uint64_t (*move)[MOVE]; size_t moves; Text checksums; } Attempt;
+typedef struct { Session *session; uint64_t session_id, sequence, unpacked, length; int state; Block *memory; const kvp_program *program; } Attempt;
 typedef struct Fetch {
     struct Fetch *next;
     char *id, key[33];
@@ -46,7 +46,7 @@ static void ask_for_proof(Attempt *attempt, const char *reason) {
     form(&json, ", \"sequence\": \"%llu\", \"reason\": \"%s\"", (unsigned long long)attempt->sequence, reason);
     attempt->state = ABORTING;
     attempt->session->id = attempt->session_id;
-    ask(attempt->session, L_Abort, attempt->sequence, json.text);
+    ask(attempt->session, KVP_ABORT, attempt->sequence, json.text);
     attempt->session->id = now_id;
     free(json.text);
 }
@@ -58,7 +58,7 @@ static void give_up(Fetch *fetch, const char *why, const char *reason) { /* and 
         if (attempt->state == UNSENT || attempt->state == DONE || !attempt->session) continue;
         for (Request **each = &attempt->session->requests; *each;) {
             Request *found = *each;
-            if (found->kind == L_Transfer && found->sequence == attempt->sequence) {
+            if (found->kind == KVP_TRANSFER && found->sequence == attempt->sequence) {
                 *each = found->next;
                 free(found->frame.text);
                 free(found);
@@ -83,7 +83,7 @@ static void form_grants(Text *text, const Fetch *fetch, const Session *session) 
     uint64_t before = UINT64_MAX;
     form(text, "[");
     for (size_t i = 0; i < session->boxes; i++) {
-        uint64_t group = session->box[i][2];
+        uint64_t group = session->box[i].group;
         if (!routed(session, i) || group == before) continue;
         before = group;
         const Cache *cache = &pool.caches[group];
@@ -106,14 +106,11 @@ static void form_grants(Text *text, const Fetch *fetch, const Session *session) 
 }
 static void lower_attempt(Attempt *attempt, const char *grants) { /* what of the memory is to be filled, in the order of the packed stream */
     const Session *session = attempt->session;
-    reading = grants;
-    End ends[2] = {{.side = session->side, .rank = session->rank}, me.end};
-    ends[1].windows = taken_list(L_Grants, json_here(), &ends[1].window_count);
-    attempt->moves = lower_boxes(ends, session->box, session->boxes);
-    attempt->move = get((attempt->moves + 1) * sizeof *attempt->move);
-    if (attempt->moves) memcpy(attempt->move, moves.text, attempt->moves * sizeof *attempt->move);
-    if (attempt->moves) qsort(attempt->move, attempt->moves, sizeof *attempt->move, by_coordinate);
-    for (size_t i = 0; i < attempt->moves; i++) attempt->length += attempt->move[i][LENGTH];
+    const End source = {.side = session->side, .rank = session->rank}; /* whose memory nobody here knows */
+    End sink = me.end;
+    sink.windows = list_of_json(KVP_GRANTS, grants);
+    attempt->program = lowered(session->plan, &source, &sink, NULL, 0);
+    attempt->length = kvp_program_bytes(attempt->program);
     keep(&attempt->memory);
 }
 static bool has_room(const Session *session) { /* whether the next sequence is within max_transfers of the low-water mark (KVP-TRN-SEQUENCE) */
@@ -132,11 +129,11 @@ static void start(Fetch *fetch) { /* once all routed ranks are ready and state o
     if (!some || some->state == CLOSED || fetch->attempt_count || fetch->lost) return;
     uint64_t ranks[64], count = 0;
     for (size_t i = 0; i < some->boxes; i++) {
-        if (some->box[i][1] != 0 || (count && ranks[count - 1] == some->box[i][0])) continue;
-        Session *session = session_of(fetch->source, some->box[i][0]);
+        if (some->box[i].sink != 0 || (count && ranks[count - 1] == some->box[i].source)) continue;
+        Session *session = session_of(fetch->source, some->box[i].source);
         if (count == 64 || !session || session->state != READY || memcmp(session->digest, some->digest, 32) || !has_room(session)) return;
         if (now() > session->heard + 2 * SILENCE) return; /* KVP-SES-SUSPECT */
-        ranks[count++] = some->box[i][0];
+        ranks[count++] = some->box[i].source;
     }
     fetch->attempts = calloc(count + 1, sizeof *fetch->attempts);
     fetch->attempt_count = count;
@@ -154,7 +151,7 @@ static void start(Fetch *fetch) { /* once all routed ranks are ready and state o
         form(&json, "\", \"source_version\": \"%llu\", \"sink_version\": \"1\", \"epoch\": \"1\", \"grants\": %s, \"writers\": [", (unsigned long long)session->version, grants.text);
         for (uint64_t k = 0; k < count; k++) form(&json, "%s\"%llu\"", k ? ", " : "", (unsigned long long)ranks[k]);
         form(&json, "]");
-        ask(session, L_Transfer, attempt->sequence, json.text);
+        ask(session, KVP_TRANSFER, attempt->sequence, json.text);
         free(json.text);
         free(grants.text);
     }
@@ -180,39 +177,34 @@ static void grant_credit(Session *session) {
     Text json = {0};
     session->total = session->counted + WINDOW;
     form(&json, "{\"session\": \"%llu\", \"kind\": \"INLINE\", \"total\": \"%llu\"}", (unsigned long long)session->id, (unsigned long long)session->total);
-    notice(session, L_Credit, json.text);
+    notice(session, KVP_CREDIT, json.text);
     free(json.text);
 }
 static void acknowledge(Session *session, uint64_t request, uint64_t sequence) {
     if (session->state == CLOSED) return; /* proof is heard, and not answered (KVP-SES-OTHER) */
     Text json = {0};
     form(&json, "{\"session\": \"%llu\", \"request\": \"%llu\", \"sequence\": \"%llu\"}", (unsigned long long)session->id, (unsigned long long)request, (unsigned long long)sequence);
-    notice(session, L_DoneAck, json.text);
+    notice(session, KVP_DONE_ACK, json.text);
     free(json.text);
 }
-static bool verified(const Attempt *attempt, const Node *checksums) { /* the sum of each group that moved a byte, over this memory (KVP-VERIFY-SINK) */
-    for (int g = 0; g < pool.count; g++) {
-        uint64_t sum = 0;
-        bool moved = false;
-        for (size_t i = 0; i < attempt->moves; i++) {
-            const uint64_t *m = attempt->move[i], part = mixed((m[MODEL] << 48) + (m[LAYER] << 16) + m[PART]);
-            if (m[GROUP] != (uint64_t)g) continue;
-            moved = true;
-            for (uint64_t n = 0; n < m[LENGTH]; n++) sum += pool.bytes[m[TO_AT] + n] * mixed(m[GLOBAL] + part) * mixed(m[BYTE] + n);
-        }
+static bool verified(const Attempt *attempt, const kvp_value *checksums) { /* the sum of each group that moved a byte, over this memory (KVP-VERIFY-SINK) */
+    kvp_sum sums[GROUPS];
+    size_t count;
+    check(kvp_program_sums(attempt->program, true, pool_place, NULL, sums, GROUPS, &count, &refusal));
+    for (size_t k = 0; k < count; k++) {
         size_t i = 0;
-        while (i < checksums->count && number(L_Checksum, &checksums->items[i], "group") != (uint64_t)g) i++;
-        if (moved && (i == checksums->count || number(L_Checksum, &checksums->items[i], "value") != sum)) return false;
+        while (i < checksums->count && kvp_number(&checksums->items[i], KVP_CHECKSUM_GROUP) != sums[k].group) i++;
+        if (i == checksums->count || kvp_number(&checksums->items[i], KVP_CHECKSUM_VALUE) != sums[k].value) return false;
     }
     return true;
 }
-static void check_done(const Session *session, const Node *map) {
-    if (number(L_Done, map, "writer") != session->rank) deny("WRONG_PEER", "writer", "the rank of this session", "another");
-    Node groups = field(L_Done, map, "groups"), handoff = field(L_Done, map, "handoff");
+static void check_done(const Session *session, const kvp_value *map) {
+    if (kvp_number(map, KVP_DONE_WRITER) != session->rank) deny("WRONG_PEER", "writer", "the rank of this session", "another");
+    kvp_value groups = field(map, KVP_DONE_GROUPS), handoff = field(map, KVP_DONE_HANDOFF);
     size_t n = 0, h = 0;
     uint64_t before = UINT64_MAX;
     for (size_t i = 0; i < session->boxes; i++) {
-        uint64_t group = session->box[i][2];
+        uint64_t group = session->box[i].group;
         if (!routed(session, i) || group == before) continue;
         before = group;
         if (n >= groups.count || groups.numbers[n++] != group) deny("WRONG_PEER", "groups", "the routed groups", "others");
@@ -220,30 +212,30 @@ static void check_done(const Session *session, const Node *map) {
     if (n != groups.count) deny("WRONG_PEER", "groups", "the routed groups", "more");
     before = UINT64_MAX;
     for (size_t i = 0; i < session->boxes; i++) {
-        uint64_t group = session->box[i][2], size = 0;
+        uint64_t group = session->box[i].group, size = 0;
         if (!routed(session, i) || group == before || has_memory(&pool.caches[group])) continue;
         before = group;
-        for (size_t k = i; k < session->boxes && routed(session, k) && session->box[k][2] == group; k++) size += session->box[k][8] - session->box[k][7];
-        if (h >= handoff.count || number(L_HandOff, &handoff.items[h], "group") != group) deny("WRONG_PEER", "handoff", "the routed hand-off groups", "others");
-        if (field(L_HandOff, &handoff.items[h++], "data").count != size) deny("OUT_OF_RANGE", "handoff", "the bytes of the routed parts", "another number");
+        for (size_t k = i; k < session->boxes && routed(session, k) && session->box[k].group == group; k++) size += session->box[k].hi - session->box[k].lo;
+        if (h >= handoff.count || kvp_number(&handoff.items[h], KVP_HAND_OFF_GROUP) != group) deny("WRONG_PEER", "handoff", "the routed hand-off groups", "others");
+        if (field(&handoff.items[h++], KVP_HAND_OFF_DATA).count != size) deny("OUT_OF_RANGE", "handoff", "the bytes of the routed parts", "another number");
     }
     if (h != handoff.count) deny("WRONG_PEER", "handoff", "the routed hand-off groups", "more");
-    if (field(L_Done, map, "begins").count) deny("BAD_GRANT", "begins", "no window was asked for as late", "a late one");
+    if (field(map, KVP_DONE_BEGINS).count) deny("BAD_GRANT", "begins", "no window was asked for as late", "a late one");
 }
-static void done(Session *session, Fetch *fetch, Attempt *attempt, const Node *map) {
-    uint64_t request = number(L_Done, map, "request");
+static void done(Session *session, Fetch *fetch, Attempt *attempt, const kvp_value *map) {
+    uint64_t request = kvp_number(map, KVP_DONE_REQUEST);
     if (attempt->state == ASKED || attempt->state == ACCEPTED) {
         check_done(session, map);
         if (!pool.shared && attempt->unpacked < attempt->length) deny("UNEXPECTED_MESSAGE", "sequence", "the end of the stream first", "Done"); /* KVP-STG-EARLY */
-        Node handoff = field(L_Done, map, "handoff"), checksums = field(L_Done, map, "checksums");
+        kvp_value handoff = field(map, KVP_DONE_HANDOFF), checksums = field(map, KVP_DONE_CHECKSUMS);
         for (size_t i = 0; i < handoff.count; i++) {
-            Node bytes = field(L_HandOff, &handoff.items[i], "data");
-            Text *held = &fetch->handoff[number(L_HandOff, &handoff.items[i], "group")];
+            kvp_value bytes = field(&handoff.items[i], KVP_HAND_OFF_DATA);
+            Text *held = &fetch->handoff[kvp_number(&handoff.items[i], KVP_HAND_OFF_GROUP)];
             held->size = 0;
             add(held, bytes.bytes, bytes.count);
         }
         attempt->state = DONE;
-        fetch->finished = number(L_Done, map, "outcome") == 2;
+        fetch->finished = kvp_number(map, KVP_DONE_OUTCOME) == 2;
         acknowledge(session, request, attempt->sequence);
         if (session->verify && !verified(attempt, &checksums)) {
             give_up(fetch, "VERIFY_FAILED", "the bytes differ");
@@ -260,9 +252,9 @@ static void done(Session *session, Fetch *fetch, Attempt *attempt, const Node *m
     }
     acknowledge(session, request, attempt->sequence);
 }
-static void failed(Session *session, Fetch *fetch, Attempt *attempt, const Node *map) {
-    acknowledge(session, number(L_Failed, map, "request"), attempt->sequence);
-    const char *name = name_of(&ENUMS[E_ErrorCode], number(L_Failed, map, "code"));
+static void failed(Session *session, Fetch *fetch, Attempt *attempt, const kvp_value *map) {
+    acknowledge(session, kvp_number(map, KVP_FAILED_REQUEST), attempt->sequence);
+    const char *name = kvp_value_name(KVP_ENUM_ERROR_CODE, kvp_number(map, KVP_FAILED_CODE));
     if (attempt->state == ASKED || attempt->state == ACCEPTED) {
         attempt->state = FAILED_BY;
         give_up(fetch, name ? name : "INTERNAL", "a source rank has failed"); /* KVP-ERR-UNKNOWN */
@@ -270,25 +262,11 @@ static void failed(Session *session, Fetch *fetch, Attempt *attempt, const Node 
 }
 static void answered_by_error(Session *session, uint64_t request, const char *name) { /* no other answer will come (KVP-END-FAILED) */
     for (Request *each = session->requests; each; each = each->next) {
-        if (each->id != request || each->kind != L_Transfer) continue;
+        if (each->id != request || each->kind != KVP_TRANSFER) continue;
         Fetch *fetch = NULL;
         Attempt *attempt = attempt_of(session, each->sequence, &fetch);
         if (attempt) give_up(fetch, code_named(name), "its Transfer was refused");
         return;
-    }
-}
-static void unpack(Attempt *attempt, const char *bytes, uint64_t size) { /* the next of the stream */
-    uint64_t begin = 0;
-    for (size_t i = 0; i < attempt->moves && size; i++) {
-        const uint64_t *m = attempt->move[i];
-        if (attempt->unpacked < begin + m[LENGTH]) {
-            uint64_t skip = attempt->unpacked - begin, n = m[LENGTH] - skip < size ? m[LENGTH] - skip : size;
-            memcpy(pool.bytes + m[TO_AT] + skip, bytes, n);
-            attempt->unpacked += n;
-            bytes += n;
-            size -= n;
-        }
-        begin += m[LENGTH];
     }
 }
 static bool count_data(Session *session, uint64_t bytes) { /* whatever becomes of it (KVP-INL-COUNT), but for what is beyond the total */
@@ -297,54 +275,54 @@ static bool count_data(Session *session, uint64_t bytes) { /* whatever becomes o
     grant_credit(session);
     return true;
 }
-static void take_data(Session *session, Attempt *attempt, const Node *map) {
-    Node bytes = field(L_Data, map, "data");
-    uint64_t offset = number(L_Data, map, "offset");
-    bool last = number(L_Data, map, "last"), beyond = !count_data(session, bytes.count);
+static void take_data(Session *session, Attempt *attempt, const kvp_value *map) {
+    kvp_value bytes = field(map, KVP_DATA_DATA);
+    uint64_t offset = kvp_number(map, KVP_DATA_OFFSET);
+    bool last = kvp_number(map, KVP_DATA_LAST), beyond = !count_data(session, bytes.count);
     if (attempt->state == ABORTING) return; /* dropped */
     if (attempt->state != ASKED && attempt->state != ACCEPTED) deny("UNEXPECTED_MESSAGE", "", "nothing of a transfer that is over", "Data");
     if (beyond) deny("CREDIT", "data", "no more than the total", "more");
     if (offset != attempt->unpacked || bytes.count > attempt->length - attempt->unpacked) deny("OUT_OF_RANGE", "offset", "the next bytes of the stream", "others");
     if (last != (offset + bytes.count == attempt->length)) deny("FIELD_CONFLICT", "last", "true at the end of the stream, and there alone", last ? "true" : "false");
-    if (field(L_Data, map, "begins").count) deny("BAD_GRANT", "begins", "no window was asked for as late", "a late one");
-    unpack(attempt, bytes.bytes, bytes.count);
+    if (field(map, KVP_DATA_BEGINS).count) deny("BAD_GRANT", "begins", "no window was asked for as late", "a late one");
+    check(kvp_program_unpack(attempt->program, offset, bytes.bytes, bytes.count, pool_place, NULL, &refusal));
+    attempt->unpacked += bytes.count;
 }
-static bool hear_transfer(Session *session, const Layout *layout, const Node *map) { /* false where there is no row for it */
-    int kind = (int)(layout - LAYOUTS);
-    if (kind != L_Accepted && kind != L_Done && kind != L_Failed && kind != L_Drained && (kind != L_Data || pool.shared)) return false;
+static bool hear_transfer(Session *session, int kind, const kvp_value *map) { /* false where there is no row for it */
+    if (kind != KVP_ACCEPTED && kind != KVP_DONE && kind != KVP_FAILED && kind != KVP_DRAINED && (kind != KVP_DATA || pool.shared)) return false;
     Fetch *fetch = NULL;
-    Attempt *attempt = attempt_of(session, number(kind, map, "sequence"), &fetch);
-    Node request = map->items[1];
+    Attempt *attempt = attempt_of(session, kvp_number(map, KVP_DONE_SEQUENCE), &fetch);
+    kvp_value request = request_of(map);
     if (!attempt) {
-        bool past = number(kind, map, "sequence") <= session->sequence;
-        if (past && (kind == L_Done || kind == L_Failed)) acknowledge(session, request.number, number(kind, map, "sequence")); /* of a fetch that is over */
-        if (past && kind == L_Data) count_data(session, field(L_Data, map, "data").count);
-        return past && kind != L_Data;
+        bool past = kvp_number(map, KVP_DONE_SEQUENCE) <= session->sequence;
+        if (past && (kind == KVP_DONE || kind == KVP_FAILED)) acknowledge(session, request.number, kvp_number(map, KVP_DONE_SEQUENCE)); /* of a fetch that is over */
+        if (past && kind == KVP_DATA) count_data(session, field(map, KVP_DATA_DATA).count);
+        return past && kind != KVP_DATA;
     }
-    if (kind == L_Accepted) {
-        if (answered(session, &request, L_Transfer) && attempt->state == ASKED) attempt->state = ACCEPTED;
-    } else if (kind == L_Done) {
-        answered(session, &request, L_Transfer);
+    if (kind == KVP_ACCEPTED) {
+        if (answered(session, &request, KVP_TRANSFER) && attempt->state == ASKED) attempt->state = ACCEPTED;
+    } else if (kind == KVP_DONE) {
+        answered(session, &request, KVP_TRANSFER);
         done(session, fetch, attempt, map);
-    } else if (kind == L_Failed) {
+    } else if (kind == KVP_FAILED) {
         if (attempt->state == DONE) return false;
-        answered(session, &request, L_Transfer);
+        answered(session, &request, KVP_TRANSFER);
         failed(session, fetch, attempt, map);
-    } else if (kind == L_Drained) {
-        bool due = answered(session, &request, L_Abort), proven = number(L_Drained, map, "proof") == 1;
+    } else if (kind == KVP_DRAINED) {
+        bool due = answered(session, &request, KVP_ABORT), proven = kvp_number(map, KVP_DRAINED_PROOF) == 1;
         if (!due && session->state != CLOSED && attempt->state != PROVEN && attempt->state != UNPROVABLE) return false; /* no Abort has asked for it */
         if (session->state == CLOSED && proven) { /* whichever Abort it answers */
             attempt->state = PROVEN;
             for (Request *each = session->requests; each; each = each->next)
-                if (each->kind == L_Abort && each->sequence == attempt->sequence) each->until = each->again = 1e18;
+                if (each->kind == KVP_ABORT && each->sequence == attempt->sequence) each->until = each->again = 1e18;
         }
         if (attempt->state == ABORTING && due) attempt->state = proven ? PROVEN : UNPROVABLE;
         if (attempt->state == UNPROVABLE && proven) attempt->state = PROVEN; /* it counts whenever it arrives (KVP-SES-ANSWERED) */
     } else take_data(session, attempt, map);
     return true;
 }
-static void refused_transfer(Session *session, int kind, const Node *map) { /* what was refused costs its transfer */
+static void refused_transfer(Session *session, int kind, const kvp_value *map) { /* what was refused costs its transfer */
     Fetch *fetch = NULL;
-    Attempt *attempt = kind == L_Done || kind == L_Data ? attempt_of(session, number(kind, map, "sequence"), &fetch) : NULL;
+    Attempt *attempt = kind == KVP_DONE || kind == KVP_DATA ? attempt_of(session, kvp_number(map, KVP_DONE_SEQUENCE), &fetch) : NULL;
     if (attempt && attempt->state != DONE) give_up(fetch, code_named(code), "it was refused");
 }

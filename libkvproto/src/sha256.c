@@ -1,0 +1,63 @@
+/* SHA-256 (FIPS 180-4), of bytes that come in any pieces. */
+
+static const uint32_t ROUNDS[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5, 0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74,
+    0x80deb1fe, 0x9bdc06a7, 0xc19bf174, 0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da, 0x983e5152, 0xa831c66d,
+    0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967, 0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e,
+    0x92722c85, 0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070, 0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5,
+    0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3, 0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+typedef struct { uint32_t h[8]; uint64_t size; uint8_t block[64]; } Sha256;
+
+static uint32_t turned(uint32_t x, int n) { return x >> n | x << (32 - n); }
+/* One round: letters change places in the call, so that no value has to. */
+#define ROUND(a, b, c, d, e, f, g, h, i)                                                                                        \
+    do {                                                                                                                        \
+        uint32_t t = h + (turned(e, 6) ^ turned(e, 11) ^ turned(e, 25)) + (g ^ (e & (f ^ g))) + ROUNDS[i] + w[i];               \
+        d += t;                                                                                                                 \
+        h = t + (turned(a, 2) ^ turned(a, 13) ^ turned(a, 22)) + ((a & b) | (c & (a | b)));                                     \
+    } while (0)
+static void digest_block(Sha256 *sha, const uint8_t *block) {
+    uint32_t w[64], *s = sha->h, a = s[0], b = s[1], c = s[2], d = s[3], e = s[4], f = s[5], g = s[6], h = s[7];
+    for (int i = 0; i < 16; i++) w[i] = (uint32_t)block[4 * i] << 24 | (uint32_t)block[4 * i + 1] << 16 | (uint32_t)block[4 * i + 2] << 8 | block[4 * i + 3];
+    for (int i = 16; i < 64; i++)
+        w[i] = w[i - 16] + (turned(w[i - 15], 7) ^ turned(w[i - 15], 18) ^ w[i - 15] >> 3) + w[i - 7] + (turned(w[i - 2], 17) ^ turned(w[i - 2], 19) ^ w[i - 2] >> 10);
+    for (int i = 0; i < 64; i += 8) {
+        ROUND(a, b, c, d, e, f, g, h, i);
+        ROUND(h, a, b, c, d, e, f, g, i + 1);
+        ROUND(g, h, a, b, c, d, e, f, i + 2);
+        ROUND(f, g, h, a, b, c, d, e, i + 3);
+        ROUND(e, f, g, h, a, b, c, d, i + 4);
+        ROUND(d, e, f, g, h, a, b, c, i + 5);
+        ROUND(c, d, e, f, g, h, a, b, i + 6);
+        ROUND(b, c, d, e, f, g, h, a, i + 7);
+    }
+    s[0] += a, s[1] += b, s[2] += c, s[3] += d, s[4] += e, s[5] += f, s[6] += g, s[7] += h;
+}
+static Sha256 sha256_new(void) { return (Sha256){.h = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19}}; }
+static void sha256_add(Sha256 *sha, const void *bytes, size_t size) {
+    const uint8_t *from = bytes;
+    while (size) {
+        size_t used = sha->size % 64, more = 64 - used < size ? 64 - used : size;
+        if (more == 64) digest_block(sha, from);
+        else {
+            memcpy(sha->block + used, from, more);
+            if (used + more == 64) digest_block(sha, sha->block);
+        }
+        sha->size += more;
+        from += more;
+        size -= more;
+    }
+}
+static void sha256_end(Sha256 *sha, uint8_t digest[32]) {
+    uint8_t length[8];
+    for (int i = 0; i < 8; i++) length[i] = (uint8_t)(sha->size * 8 >> 8 * (7 - i));
+    sha256_add(sha, &(uint8_t){0x80}, 1);
+    while (sha->size % 64 != 56) sha256_add(sha, &(uint8_t){0}, 1);
+    sha256_add(sha, length, sizeof length);
+    for (int i = 0; i < 32; i++) digest[i] = (uint8_t)(sha->h[i / 4] >> 8 * (3 - i % 4));
+}
+void kvp_sha256(const void *bytes, size_t size, uint8_t digest[32]) {
+    Sha256 sha = sha256_new();
+    sha256_add(&sha, bytes, size);
+    sha256_end(&sha, digest);
+}
