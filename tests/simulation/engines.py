@@ -45,6 +45,7 @@ class Rank(Process):
 
     door: Source | Sink
     ghost: GhostPool
+    asks: Mapping[Any, Any]
 
     def __init__(
         self,
@@ -139,6 +140,11 @@ class Rank(Process):
     def draining(self) -> bool:
         """Whether it takes nothing new."""
         return self.door.unready == "it drains"
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of its requests and pools is under way."""
+        return not self.asks and len(self.ghosts) <= 1 and not self.door.quarantined
 
     def waiting(self) -> list[tuple[str, bool]]:
         """Requests that have not ended, for people, each with whether it was lost and only its pages are not free."""

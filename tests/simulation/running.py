@@ -226,7 +226,7 @@ class Run:
 
     def _over(self) -> bool:
         """Whether everything has ended."""
-        return not any(rank.waiting() or rank.door.quarantined or len(rank.ghosts) > 1 for rank in self.everyone)
+        return all(rank.over for rank in self.everyone)
 
     def _excused(self, rank: AnyRank) -> bool:
         """Whether pages may stay in quarantine: a writer is gone without proof, or this engine was misled."""
@@ -274,7 +274,7 @@ class Run:
         probes = {}
         for number, (role, ranks) in enumerate(self.decodes.items()):
             short = self.setup.pull and self.setup.lease < 10  # a slow copy may outlast it
-            if not short and not any(self._excused(rank) for rank in ranks):
+            if self.story.faults and not short and not any(self._excused(rank) for rank in ranks):
                 probes[role] = Ask(_PROBE + number, 0.0, 9, to=number)
                 self._ask(probes[role])
         asked = [(rank, ask.id) for role, ask in probes.items() for rank in self.decodes[role]]

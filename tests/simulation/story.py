@@ -11,7 +11,7 @@ import attrs
 
 PREFILL, DECODES = "p", ("d", "e")
 """Engines: one that computes, and up to two that decode."""
-TPS = (1, 1), (2, 1), (1, 2), (2, 3), (3, 2), (2, 2)
+TPS = (1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (2, 3), (3, 2)
 FAULTS = {
     "break": 6, "cut": 5, "half open": 4, "stop": 6, "slow": 3, "jump": 3, "kill": 6, "leave": 3, "clock back": 1, "clock ahead": 1,
     "change frame": 6, "repeat frame": 3, "sleep": 5, "move": 3, "drain": 1,
@@ -168,14 +168,14 @@ def of_seed(seed: int) -> Story:
         eager=chance.random() < 0.8,
         latency=chance.choice((1e-4, 5e-4, 5e-3, 5e-2)),
         pace=chance.choice((1e-4, 1e-3, 2e-2, 2e-2, 0.2) if not pull else (1e-3, 2e-2, 0.1, 0.2)),
-        part=chance.choice((64, 256, 1024)),
+        part=chance.choice((128, 512, 2048)),
         tick=chance.choice((0.0, 1e-6, 2e-4, 3e-3)),
         rates=(chance.choice((1.0, 1.0, 0.98, 1.05)), chance.choice((1.0, 1.0, 0.97, 1.02))),
         lease=chance.choice((10.0, 1.0)),
         part_bytes=chance.choice((1 << 24, 1)),
     )
     span = chance.choice((2.0, 8.0, 30.0))
-    count = chance.choice((1, 3, 6, 10))
+    count = chance.choice((1, 1, 2, 3, 5, 8))
     asks = sorted((_ask(chance, span, setup.engines) for _ in range(count)), key=lambda ask: ask.at)
     kinds = chance.sample(sorted(FAULTS), chance.choice((0, 1, 2, 3, 5)))
     faults = [_fault(chance, kinds, span, setup) for _ in range(chance.choice((1, 2, 4, 8)) if kinds else 0)]
