@@ -13,7 +13,7 @@ from kvproto.transport.inline.transport import InlineTransport
 from kvproto.wire.enums import ErrorCode
 from tests.simulation.memory import GROUP, WAYS, GhostPool, Place, SimulatedTransport
 from tests.simulation.simulated import Process, Simulation, Violation
-from tests.simulation.story import PREFILL, Ask, Setup
+from tests.simulation.story import PREFILLS, Ask, Setup
 
 RAISED = {
     ErrorCode.POOL_MOVED, ErrorCode.DRAINING, ErrorCode.TICKET_USED, ErrorCode.BUSY, ErrorCode.UNEXPECTED_MESSAGE,
@@ -26,14 +26,14 @@ NEVER = {
 """Codes with which nothing may be lost: nobody damages memory, and both sides are right."""
 
 
-def address(rank: int) -> str:
+def address(role: str, rank: int) -> str:
     """The address of a prefill rank."""
-    return f"tcp://10.0.0.{rank + 1}:7000"
+    return f"tcp://10.0.{PREFILLS.index(role)}.{rank + 1}:7000"
 
 
 def ticket_of(seed: int, ask: Ask) -> Ticket:
     key = bytes([*seed.to_bytes(8, "little"), *ask.id.to_bytes(8, "little")])
-    return Ticket(key=key, engine=PREFILL, replica=0, deadline=max(int(ask.deadline * 1000), 1))
+    return Ticket(key=key, engine=PREFILLS[ask.of], replica=0, deadline=max(int(ask.deadline * 1000), 1))
 
 
 def prompt_of(ask: Ask, other: bool = False) -> Prompt:
@@ -57,8 +57,7 @@ class Rank(Process):
         places: dict[bytes, Place],
         wall: float,
     ) -> None:
-        decode = role != PREFILL
-        super().__init__(simulation, f"{role}{rank}", run, setup.rates[decode], wall)
+        super().__init__(simulation, f"{role}{rank}", run, setup.rates[role not in PREFILLS], wall)
         simulation.processes[self.number] = self
         self.setup, self.rank, self.role = setup, rank, role
         self._places, self._pools = places, 0
@@ -72,7 +71,7 @@ class Rank(Process):
         self.wake()
 
     def _new_pool(self) -> GhostPool:
-        decode = self.role != PREFILL
+        decode = self.role not in PREFILLS
         tp = self.setup.decode if decode else self.setup.prefill
         self._pools += 1
         whose = self.number << 4 | self._pools & 15
@@ -216,8 +215,8 @@ class PrefillRank(Rank):
 
     def _opened(self) -> Source:
         self.asks: dict[Request, Prefilling] = {}
-        listen = {rank: address(rank) for rank in range(self.setup.prefill)}
-        return Source(PREFILL, self.ghost.pool, listen, self.options())
+        listen = {rank: address(self.role, rank) for rank in range(self.setup.prefill)}
+        return Source(self.role, self.ghost.pool, listen, self.options())
 
     def hear_of(self, ask: Ask) -> None:
         """Accept a request, and begin to compute it."""
@@ -293,8 +292,8 @@ class DecodeRank(Rank):
         self.asks: dict[Fetch, Fetching] = {}
         self.arrived: set[int] = set()
         self.outcomes: dict[int, str] = {}
-        seed = address(self.rank % self.setup.prefill)
-        return Sink(f"decode-{self.role}", self.ghost.pool, {PREFILL: seed}, self.options())
+        seeds = {role: address(role, self.rank % self.setup.prefill) for role in PREFILLS[: self.setup.sources]}
+        return Sink(f"decode-{self.role}", self.ghost.pool, seeds, self.options())
 
     def hear_of(self, ask: Ask) -> None:
         """Fetch a request, with pages or without."""

@@ -8,6 +8,7 @@ import os
 import traceback
 from collections import Counter
 from functools import partial
+from itertools import product
 
 import attrs
 
@@ -17,7 +18,7 @@ from tests.simulation.hostile import change
 from tests.simulation.memory import GhostPool, Place, spare
 from tests.simulation.network import Network
 from tests.simulation.simulated import Simulation, Violation
-from tests.simulation.story import DECODES, PREFILL, Ask, Fault, Story
+from tests.simulation.story import DECODES, PREFILLS, Ask, Fault, Story
 
 QUIET = limits.TICKET_WAIT + 3 * limits.PATIENCE + 30
 """Seconds after the last fault and deadline in which everything has to end."""
@@ -49,28 +50,42 @@ class Run:
 
     def __init__(self, story: Story, traced: bool = False) -> None:
         setup = story.setup  # a story that was shrunk may name ranks that are no longer there
-        asks = [attrs.evolve(ask, to=ask.to % setup.engines) for ask in story.asks]
+        asks = [attrs.evolve(ask, to=ask.to % setup.engines, of=ask.of % setup.sources) for ask in story.asks]
         places = [(fault.prefill % setup.prefill, fault.decode % setup.decode) for fault in story.faults]
         faults = [
             attrs.evolve(fault, prefill=prefill, decode=decode, engine=fault.engine % setup.engines)
             for fault, (prefill, decode) in zip(story.faults, places, strict=True)
         ]
+        faults = [attrs.evolve(fault, source=fault.source % setup.sources) for fault in faults]
         self.story, self.setup = attrs.evolve(story, asks=asks, faults=faults), setup
         self.simulation = Simulation(story.seed, story.setup.tick, traced)
         self.network = Network(self.simulation, story.setup.latency)
-        for rank in range(self.setup.prefill):
-            self.network.name_host(address(rank), f"{PREFILL}{rank}")
+        prefills = PREFILLS[: setup.sources]
+        for role, rank in product(prefills, range(setup.prefill)):
+            self.network.name_host(address(role, rank), f"{role}{rank}")
         self._places: dict[bytes, Place] = {}
         self._runs, self._kinds = Counter[str](), Counter[str]()
-        self.prefill: list[PrefillRank] = []
+        self.prefills: dict[str, list[PrefillRank]] = {role: [] for role in prefills}
         self.decodes: dict[str, list[DecodeRank]] = {role: [] for role in DECODES[: self.setup.engines]}
         self._unproven = False
         """Whether a writer died whose death proves nothing, so that pages may stay in quarantine."""
+        self._doubted = set[str]()
+        """Prefill engines with a peer that was misled in a frame of theirs."""
 
     @property
     def decode(self) -> list[DecodeRank]:
         """The ranks of all decode engines."""
         return [rank for ranks in self.decodes.values() for rank in ranks]
+
+    @property
+    def prefill(self) -> list[PrefillRank]:
+        """The ranks of all prefill engines."""
+        return [rank for ranks in self.prefills.values() for rank in ranks]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """All engines."""
+        return (*self.prefills, *self.decodes)
 
     @property
     def everyone(self) -> list[AnyRank]:
@@ -85,15 +100,15 @@ class Run:
         self._runs[role] += 1
         number, wall = self._runs[role], wall + self._runs[role] * 1e-3
         arguments = self.simulation, self.setup, role
-        if role == PREFILL:
+        if role in PREFILLS:
             ranks = range(self.setup.prefill)
-            self.prefill = [PrefillRank(*arguments, rank, number, self._places, wall) for rank in ranks]
+            self.prefills[role] = [PrefillRank(*arguments, rank, number, self._places, wall) for rank in ranks]
         else:
             ranks = range(self.setup.decode)
             self.decodes[role] = [DecodeRank(*arguments, rank, number, self._places, wall) for rank in ranks]
 
     def _ranks(self, role: str) -> list[AnyRank]:
-        return [*self.prefill] if role == PREFILL else [*self.decodes[role]]
+        return [*self.prefills[role]] if role in PREFILLS else [*self.decodes[role]]
 
     def _end_engine(self, role: str, fault: Fault) -> None:
         """End an engine, and start it again later."""
@@ -104,7 +119,7 @@ class Run:
                 rank.call(rank.leave)
             if rank.alive:  # it is to be killed, or is stopped and cannot leave
                 self._kill(rank, _FAR if far and fault.kind != "leave" else 0.0)
-        ahead = 3e7 * (role != PREFILL)  # a source's second end would come while the last request is asked for
+        ahead = 3e7 * (role not in PREFILLS)  # a source's second end would come while the last request is asked for
         wrong = {"clock back": -3600.0, "clock ahead": ahead}.get(fault.kind, 0.0)
         pause = min(fault.seconds, 45.0)
         self.simulation.after(pause, lambda: self._start(role, wrong))
@@ -119,15 +134,18 @@ class Run:
 
     def _unprovable(self, rank: AnyRank) -> bool:
         """Whether the end of this rank proves nothing about its writes."""
-        return (rank.role == PREFILL) != self.setup.pull and self.setup.way == "remote"
+        return (rank.role in PREFILLS) != self.setup.pull and self.setup.way == "remote"
 
     # requests and faults
 
     def _ask(self, ask: Ask) -> None:
-        for role, lag in zip((PREFILL, DECODES[ask.to]), ask.lags, strict=True):
-            for rank in range(self.setup.prefill if role == PREFILL else self.setup.decode):
+        told = [(PREFILLS[ask.of], ask.lags[0], ask.again), (DECODES[ask.to], ask.lags[1], ask.again)]
+        if self.setup.engines > 1:
+            told.append((DECODES[(ask.to + 1) % self.setup.engines], ask.both, -1.0))
+        for role, *delays in told:
+            for rank in range(len(self._ranks(role))):
                 skew = self.simulation.draw("skew", role, rank, ask.id) * 2e-3
-                for delay in (lag, ask.again) if ask.again >= 0 else (lag,):
+                for delay in delays:
                     if delay >= 0:
                         self.simulation.after(delay + skew, partial(self._tell, role, rank, ask))
 
@@ -139,8 +157,9 @@ class Run:
         self.simulation.say("fault", f"{fault}")
         self.simulation.reached[f"fault: {fault.kind}"] += 1
         decode = DECODES[fault.engine]
-        role = decode if fault.at_decode else PREFILL
-        pair = f"{decode}{fault.decode}", f"{PREFILL}{fault.prefill}"
+        prefill = PREFILLS[fault.source]
+        role = decode if fault.at_decode else prefill
+        pair = f"{decode}{fault.decode}", f"{prefill}{fault.prefill}"
         rank = self._ranks(role)[fault.decode if fault.at_decode else fault.prefill]
         match fault.kind:
             case "break" | "half open" | "cut":
@@ -168,6 +187,7 @@ class Run:
             case "change frame" | "repeat frame":
                 if fault.kind == "change frame":
                     self.simulation.misled.add(decode)
+                    self._doubted.add(prefill)
                 sender, receiver = pair if fault.at_decode else pair[::-1]
                 number = self.network.counted(pair, receiver) + fault.number
                 self.network.changes[sender, receiver, number] = change(fault, self.simulation)
@@ -198,7 +218,7 @@ class Run:
     def whole(self) -> None:
         """Play the story; raises Violation."""
         simulation, story = self.simulation, self.story
-        for role in (PREFILL, *self.decodes):
+        for role in self.roles:
             self._start(role)
         for ask in story.asks:
             simulation.at(ask.at, partial(self._ask, ask))
@@ -210,7 +230,7 @@ class Run:
         asked = max((ask.at + max(*ask.lags, ask.again, 0.0) + ask.compute + 1 for ask in story.asks), default=0.0)
         simulation.run(max(last, asked))
         calm = simulation.now
-        for role in (PREFILL, *self.decodes):
+        for role in self.roles:
             if not all(rank.alive and not rank.draining for rank in self._ranks(role)):
                 self._end_engine(role, Fault(calm, "leave", seconds=0.0))
         longest = max((ask.deadline for ask in story.asks), default=0.0)
@@ -230,8 +250,7 @@ class Run:
 
     def _excused(self, rank: AnyRank) -> bool:
         """Whether pages may stay in quarantine: a writer is gone without proof, or this engine was misled."""
-        misled = self.simulation.misled
-        return self._unproven or rank.role in misled or (rank.role == PREFILL and bool(misled))
+        return self._unproven or rank.role in self.simulation.misled | self._doubted
 
     def _check_over(self) -> None:
         """Raise Violation for what has not ended."""
@@ -247,13 +266,17 @@ class Run:
     def _check_arrived(self) -> None:
         """Raise Violation for a request that has not arrived, although nothing hindered it for long."""
         story, setup = self.story, self.setup
+        for ask in story.asks:
+            both = [role for role, ranks in self.decodes.items() if all(ask.id in rank.arrived for rank in ranks)]
+            if len(both) > 1:
+                raise Violation("counted twice", f"request {ask.id} arrived at engines {both}")
         mild = all(fault.kind in _MILD for fault in story.faults) and sum(f.seconds for f in story.faults) < 15
         kept = not story.faults or (
             mild and not setup.pull and setup.way != "inline"
         )  # no lease ends, no stream breaks
         plenty = setup.pace < 0.1 and setup.lease >= 10 and not self.simulation.reached["decode out of pages"]
         for ask in story.asks if kept and plenty and len(story.asks) <= 3 else ():
-            usual = max(ask.abort, ask.fail, ask.again) < 0 and not ask.other_prompt
+            usual = max(ask.abort, ask.fail, ask.again, ask.both) < 0 and not ask.other_prompt
             if usual and ask.deadline >= (60 if story.faults else 10) and min(ask.lags) >= 0 and max(ask.lags) < 4:
                 self.simulation.reached["request that has to arrive"] += 1
                 for rank in self.decodes[DECODES[ask.to]]:
@@ -264,20 +287,22 @@ class Run:
     def _check_ready(self) -> None:
         """Raise Violation unless every sink greets its source again by itself."""
         ranks = [rank for rank in self.decode if self.setup.eager and not self._excused(rank)]
-        self.simulation.run(self.simulation.now + QUIET, lambda: all(rank.door.ready for rank in ranks))
+        every = {(role, 0) for role in self.prefills if role not in self._doubted}
+        self.simulation.run(self.simulation.now + QUIET, lambda: all(rank.door.ready >= every for rank in ranks))
         for rank in ranks:
-            if not rank.door.ready:
+            if not rank.door.ready >= every:
                 raise Violation("hang", f"{rank} is not ready: {rank.door.sources}")
 
     def _probe(self) -> None:
         """Let each pair of engines complete a new request."""
-        probes = {}
-        for number, (role, ranks) in enumerate(self.decodes.items()):
-            short = self.setup.pull and self.setup.lease < 10  # a slow copy may outlast it
-            if self.story.faults and not short and not any(self._excused(rank) for rank in ranks):
-                probes[role] = Ask(_PROBE + number, 0.0, 9, to=number)
-                self._ask(probes[role])
-        asked = [(rank, ask.id) for role, ask in probes.items() for rank in self.decodes[role]]
+        probes: list[Ask] = []
+        short = self.setup.pull and self.setup.lease < 10  # a slow copy may outlast it
+        for of, to in product(range(self.setup.sources), range(self.setup.engines)):
+            pair = (*self.prefills[PREFILLS[of]], *self.decodes[DECODES[to]])
+            if self.story.faults and not short and not any(self._excused(rank) for rank in pair):
+                probes.append(Ask(_PROBE + len(probes), 0.0, 9, of=of, to=to))
+                self._ask(probes[-1])
+        asked = [(rank, ask.id) for ask in probes for rank in self.decodes[DECODES[ask.to]]]
         end = self.simulation.now + limits.PATIENCE + limits.TICKET_WAIT
         self.simulation.run(end, lambda: all(id in rank.arrived for rank, id in asked))
         for rank, id in asked:

@@ -9,8 +9,8 @@ from typing import Any
 
 import attrs
 
-PREFILL, DECODES = "p", ("d", "e")
-"""Engines: one that computes, and up to two that decode."""
+PREFILLS, DECODES = ("p", "q"), ("d", "e", "f")
+"""Engines: up to two that compute, and up to three that decode; each decode engine dials all that compute."""
 TPS = (1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (2, 3), (3, 2)
 FAULTS = {
     "break": 6, "cut": 5, "half open": 4, "stop": 6, "slow": 3, "jump": 3, "kill": 6, "leave": 3, "clock back": 1, "clock ahead": 1,
@@ -39,6 +39,8 @@ class Setup:
     """Tokens of a page, at prefill and at decode."""
     engines: int = 1
     """Decode engines, with as many ranks each."""
+    sources: int = 1
+    """Prefill engines, with as many ranks each."""
     way: str = "host"
     """The kind of transport: a name of `memory.WAYS`, or inline."""
     pull: bool = False
@@ -75,6 +77,10 @@ class Ask:
     """Seconds after which each engine hears of it; negative if it never does."""
     to: int = 0
     """The number of the decode engine that fetches it."""
+    of: int = 0
+    """The number of the prefill engine that computes it."""
+    both: float = -1.0
+    """Seconds after which another decode engine hears of it too, with the same ticket."""
     late_pages: bool = False
     """Whether decode names its pages when they are wanted."""
     spans: bool = False
@@ -99,6 +105,8 @@ class Fault:
     at_decode: bool = False
     engine: int = 0
     """The number of the decode engine."""
+    source: int = 0
+    """The number of the prefill engine."""
     seconds: float = 0.0
     number: int = 0
     on: str = ""
@@ -161,7 +169,8 @@ def of_seed(seed: int) -> Story:
         prefill,
         decode,
         chance.choice(((4, 4), (4, 8), (8, 4), (2, 6))),
-        chance.choice((1, 1, 2)),
+        chance.choice((1, 1, 1, 2, 2, 3)),
+        chance.choice((1, 1, 1, 2)),
         way,
         pull,
         verify=chance.random() < 0.6,
@@ -176,14 +185,14 @@ def of_seed(seed: int) -> Story:
     )
     span = chance.choice((2.0, 8.0, 30.0))
     count = chance.choice((1, 1, 2, 3, 5, 8))
-    asks = sorted((_ask(chance, span, setup.engines) for _ in range(count)), key=lambda ask: ask.at)
+    asks = sorted((_ask(chance, span, setup) for _ in range(count)), key=lambda ask: ask.at)
     kinds = chance.sample(sorted(FAULTS), chance.choice((0, 1, 2, 3, 5)))
     faults = [_fault(chance, kinds, span, setup) for _ in range(chance.choice((1, 2, 4, 8)) if kinds else 0)]
     numbered = (attrs.evolve(ask, id=n + 1) for n, ask in enumerate(asks))
     return Story(seed, setup, tuple(numbered), tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
-def _ask(chance: random.Random, span: float, engines: int) -> Ask:
+def _ask(chance: random.Random, span: float, setup: Setup) -> Ask:
     tokens = chance.choice((1, 3, 8, 13, 24, 31))
     short = chance.random() < 0.2
     lags = [
@@ -203,7 +212,9 @@ def _ask(chance: random.Random, span: float, engines: int) -> Ask:
         chunks=chance.choice((1, 1, 3)),
         compute=compute,
         lags=(round(lags[0], 4), round(lags[1], 4)),
-        to=chance.randrange(engines),
+        to=chance.randrange(setup.engines),
+        of=chance.randrange(setup.sources),
+        both=round(chance.random() ** 2 * 4, 4) if setup.engines > 1 and chance.random() < 0.1 else -1.0,
         late_pages=late,
         spans=late and chance.random() < 0.5,
         abort=round(chance.random() ** 2 * (compute + 1), 4) if chance.random() < 0.2 else -1.0,
@@ -225,6 +236,7 @@ def _fault(chance: random.Random, kinds: list[str], span: float, setup: Setup) -
         chance.randrange(setup.decode),
         chance.random() < 0.5,
         chance.randrange(setup.engines),
+        chance.randrange(setup.sources),
         round(seconds, 4),
         aimed_number if on else chance.randrange(1, 30),
         on,
