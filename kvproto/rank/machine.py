@@ -1,5 +1,6 @@
 """The services of the machine that a rank uses: clocks, randomness, sockets, a thread and processes."""
 
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from kvproto.wire.messages import Process
 class Machine:
     """The real services; a simulation assigns others before it opens a Source or Sink."""
 
+    getpid: Callable[[], int] = os.getpid
     sleep: Callable[[float], None] = time.sleep
     monotonic: Callable[[], float] = time.monotonic
     """Seconds that never go back, by which all timers run."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvproto import Fetch, KvprotoError, Options, Prompt, Request, Sink, Source, Ticket
+from kvproto import Fetch, KvprotoError, LocalError, Options, Prompt, Request, Sink, Source, Ticket
 from kvproto.events import Arrived, Event, Expired, Freed, Lost, PagesFree, PagesWanted, PoolFree, Undelivered
 from kvproto.transport.inline.transport import InlineTransport
 from kvproto.wire.enums import ErrorCode
@@ -24,6 +24,10 @@ NEVER = {
     ErrorCode.OUT_OF_REGION, ErrorCode.ITEM_ALIAS, ErrorCode.UNKNOWN_SESSION, ErrorCode.INTERNAL,
 }  # fmt: skip
 """Codes with which nothing may be lost: nobody damages memory, and both sides are right."""
+
+
+_CHILDS = 8000
+"""The number of a request that a forked child tries to make."""
 
 
 def address(role: str, rank: int) -> str:
@@ -153,12 +157,39 @@ class Rank(Process):
         """Begin with a request."""
         raise NotImplementedError
 
+    def _begin(self, ask: Ask) -> object:
+        """The handle of a request, from kvproto."""
+        raise NotImplementedError
+
     def sleep(self, seconds: float) -> None:
         """Give the memory up for a while."""
         if not self.door.asleep and self.try_(self.door.sleep):
             self.simulation.after(seconds, lambda: self.call(self._wake))
 
+    def fork(self) -> None:
+        """Have a child of this process use what its parent has opened: it can do nothing with it."""
+        attempts: tuple[Callable[[], object], ...] = (
+            self.door.step,
+            self.door.next_timer,
+            lambda: self._begin(Ask(_CHILDS, 0.0, 1)),
+        )
+        self.forked = True
+        try:
+            for attempt in attempts:
+                try:
+                    attempt()
+                except LocalError as error:
+                    if error.code != ErrorCode.UNEXPECTED_MESSAGE:
+                        raise Violation("wrong error", f"a fork of {self}: {error}") from error
+                else:
+                    raise Violation("wrong state", f"a fork of {self} uses what its parent has opened")
+        finally:
+            self.forked = False
+
     def _wake(self) -> None:
+        if self.lacks("memory to allocate"):
+            self.simulation.after(0.5, lambda: self.call(self._wake))
+            return
         self.ghost = self._new_pool()
         self.door.wake(self.ghost.pool)
 
@@ -190,7 +221,8 @@ class Rank(Process):
             work()
         except KvprotoError as error:
             self.simulation.say(self, f"raises {error.code.name}")
-            if error.code not in RAISED and self.role not in self.simulation.misled:
+            short = self.ever_short and error.code == ErrorCode.INTERNAL
+            if error.code not in RAISED and not short and self.role not in self.simulation.misled:
                 raise Violation("wrong error", f"{self}: a right call raises {error}") from error
             self.simulation.reached[f"raises {error.code.name}"] += 1
             return False
@@ -222,7 +254,7 @@ class PrefillRank(Rank):
         """Accept a request, and begin to compute it."""
 
         def accept() -> None:
-            request = self.door.request(ticket_of(self.simulation.seed, ask), prompt_of(ask))
+            request = self._begin(ask)
             self.asks[request] = Prefilling(ask, request, self.ghost)
             step = ask.compute / ask.chunks
             self.simulation.after(step, lambda: self.call(lambda: self._compute(self.asks.get(request), step)))
@@ -230,6 +262,9 @@ class PrefillRank(Rank):
                 self.simulation.after(ask.fail, lambda: self.call(lambda: self._give_up(request)))
 
         self.try_(accept)
+
+    def _begin(self, ask: Ask) -> Request:
+        return self.door.request(ticket_of(self.simulation.seed, ask), prompt_of(ask))
 
     def _give_up(self, request: Request) -> None:
         if request in self.asks:
@@ -306,15 +341,18 @@ class DecodeRank(Rank):
             ghost.write(ask.id, pages, 0, ask.cached)
 
         def fetch() -> None:
-            ticket, prompt = ticket_of(self.simulation.seed, ask), prompt_of(ask, ask.other_prompt)
-            table = None if pages is None else {GROUP: pages}
-            fetch = self.door.fetch(ticket, prompt, table, cached=ask.cached, spans=ask.spans)
+            fetch = self._begin(ask, pages)
             self.asks[fetch] = Fetching(ask, fetch, ghost, pages)
             if ask.abort >= 0:
                 self.simulation.after(ask.abort, lambda: self.call(lambda: self._abort(fetch)))
 
         if not self.try_(fetch) and pages is not None:
             ghost.give(pages)
+
+    def _begin(self, ask: Ask, pages: list[int] | None = None) -> Fetch:
+        ticket, prompt = ticket_of(self.simulation.seed, ask), prompt_of(ask, ask.other_prompt)
+        table = None if pages is None else {GROUP: pages}
+        return self.door.fetch(ticket, prompt, table, cached=ask.cached, spans=ask.spans)
 
     def _abort(self, fetch: Fetch) -> None:
         if fetch in self.asks:
@@ -362,7 +400,8 @@ class DecodeRank(Rank):
             self.outcomes[ask.id] = event.error.code.name
             # Data is lost with its connection, and then Done comes too early (KVP-STG-EARLY)
             cut = self.setup.way == "inline" and event.error.code == ErrorCode.UNEXPECTED_MESSAGE
-            if event.error.code in NEVER and not cut and self.role not in self.simulation.misled:
+            short = self.ever_short and event.error.code == ErrorCode.INTERNAL
+            if event.error.code in NEVER and not cut and not short and self.role not in self.simulation.misled:
                 raise Violation("wrong error", f"request {ask.id} was lost: {event.error}")
             fetching.lost = True
             if not event.pages_free:
@@ -382,7 +421,7 @@ class DecodeRank(Rank):
 
     def move(self) -> None:
         """Go on with another pool at once."""
-        if not self.door.asleep:
+        if not self.door.asleep and not self.lacks("memory to allocate"):
             before, self.ghost = self.ghost, self._new_pool()
             if not self.try_(lambda: self.door.move(self.ghost.pool)):
                 self.ghosts.pop(id(self.ghost.pool)).close()

@@ -312,6 +312,9 @@ class SimulatedTransport(base.Transport):
         owners = list[Process]()
 
         def connect(region: Region, path: str) -> MappedPlace:
+            if self.owner.lacks("memory to map"):
+                advice = "raise the memory limits"
+                raise RemoteError(ErrorCode.TRANSPORT_FAILED, path, "bytes mapped", "none", advice)
             place = self._places.get(bytes(base.handle_of(region, path, self.way.code).data))
             if place is None or not place.owner.alive:
                 advice = "connect to its successor"

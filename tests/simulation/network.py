@@ -7,9 +7,11 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from kvproto.errors import LocalError
 from kvproto.net import Dialer, Listener, limits
 from kvproto.session import Party
 from kvproto.wire.codec import message_class
+from kvproto.wire.enums import ErrorCode
 from tests.simulation.simulated import Process, Simulation
 
 _RECONNECT = 0.1
@@ -122,6 +124,9 @@ class Line:
         listener = self.network.listeners.get(str(self.key[-1]))
         now = self.network.simulation.now
         if listener is None or not listener.owner.alive or self.network.cut_until(self.pair) > now:
+            self._connect_later(_RECONNECT)
+            return
+        if self.owner.lacks("descriptors") or listener.owner.lacks("descriptors to accept with"):
             self._connect_later(_RECONNECT)
             return
         self._listener, self._forgotten = listener, False
@@ -258,6 +263,9 @@ class SimulatedDialer(Dialer):
     def send(self, key: tuple[Any, ...], frame: bytes, server: bytes | None = None) -> bool:
         line = self.lines.get(key)
         if line is None:
+            if self.owner.lacks("descriptors to dial with"):
+                advice = "raise the limit of open files (ulimit -n)"
+                raise LocalError(ErrorCode.INTERNAL, "address", "a descriptor for a connection", "none", advice)
             line = self.lines[key] = Line(self.network, self.owner, key, self.inbox)
         return line.send(frame)
 

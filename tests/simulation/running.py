@@ -119,8 +119,7 @@ class Run:
                 rank.call(rank.leave)
             if rank.alive:  # it is to be killed, or is stopped and cannot leave
                 self._kill(rank, _FAR if far and fault.kind != "leave" else 0.0)
-        ahead = 3e7 * (role not in PREFILLS)  # a source's second end would come while the last request is asked for
-        wrong = {"clock back": -3600.0, "clock ahead": ahead}.get(fault.kind, 0.0)
+        wrong = {"clock back": -3600.0, "clock ahead": 3e7}.get(fault.kind, 0.0)
         pause = min(fault.seconds, 45.0)
         self.simulation.after(pause, lambda: self._start(role, wrong))
         if wrong:
@@ -154,8 +153,9 @@ class Run:
         process.call(lambda: process.hear_of(ask))
 
     def _fault(self, fault: Fault) -> None:
-        self.simulation.say("fault", f"{fault}")
-        self.simulation.reached[f"fault: {fault.kind}"] += 1
+        simulation = self.simulation
+        simulation.say("fault", f"{fault}")
+        simulation.reached[f"fault: {fault.kind}"] += 1
         decode = DECODES[fault.engine]
         prefill = PREFILLS[fault.source]
         role = decode if fault.at_decode else prefill
@@ -171,6 +171,15 @@ class Run:
                 self.simulation.after(fault.seconds, lambda: setattr(rank, "gap", 1e-4))
             case "jump":
                 rank.jump(fault.seconds * 3)
+            case "drift" | "stand still":
+                rate = 0.0 if fault.kind == "stand still" else 0.9 + 0.2 * simulation.draw("drift", fault.number)
+                rank.run_clock(rate)
+                usual = self.setup.rates[role not in PREFILLS]
+                simulation.after(min(fault.seconds, 60.0), lambda: rank.run_clock(usual))
+            case "fork":
+                rank.call(rank.fork)
+            case "shortage":
+                rank.run_short(min(fault.seconds, 60.0))
             case "kill" | "leave" | "clock back" | "clock ahead":
                 self._end_engine(role, fault)
             case "sleep":

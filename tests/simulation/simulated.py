@@ -36,7 +36,8 @@ class Process:
         """`rate` is the speed of its clock, and `wall` the seconds by which its time of day is wrong."""
         self.simulation, self.name, self.run = simulation, name, run
         self.alive, self.stopped_until, self.gap = True, 0.0, 1e-4
-        self._rate, self._wall, self._began, self._jumped, self._ticks = rate, wall, simulation.now, 0.0, 0.0
+        self.short_until, self.ever_short, self.forked = 0.0, False, False
+        self._rate, self._wall, self._since, self._base, self._ticks = rate, wall, simulation.now, 1000.0, 0.0
         self._due: float | None = None
         self._turns = 0
         self.number = simulation.number()
@@ -50,7 +51,7 @@ class Process:
     def monotonic(self) -> float:
         """This process's clock, which each reading moves on."""
         self._ticks += self.simulation.tick
-        return 1000.0 + (self.simulation.now - self._began) * self._rate + self._jumped + self._ticks
+        return self._base + (self.simulation.now - self._since) * self._rate + self._ticks
 
     def time(self) -> float:
         """This process's time of day."""
@@ -58,8 +59,27 @@ class Process:
 
     def jump(self, seconds: float) -> None:
         """Let the clock jump forward, as after a suspension of the machine."""
-        self._jumped += seconds
+        self._base += seconds
         self.wake()
+
+    def run_clock(self, rate: float) -> None:
+        """Let the clock run at another speed from now on; 0: it stands still."""
+        self._base, self._since = self._base + (self.simulation.now - self._since) * self._rate, self.simulation.now
+        self._rate = rate
+        self.wake()
+
+    # shortages
+
+    def run_short(self, seconds: float) -> None:
+        """Have neither descriptors nor memory left for a while."""
+        self.short_until, self.ever_short = max(self.short_until, self.simulation.now + seconds), True
+
+    def lacks(self, what: str) -> bool:
+        """Whether it cannot get one more of something now."""
+        lacks = self.short_until > self.simulation.now
+        if lacks:
+            self.simulation.reached[f"short of {what}"] += 1
+        return lacks
 
     # turns
 
@@ -100,7 +120,7 @@ class Process:
         with self.simulation.running(self):
             seconds = self.turn()
         if seconds is not None:
-            self.wake(max(seconds / self._rate, self.gap))
+            self.wake(max(seconds / (self._rate or 1.0), self.gap))
 
     def stop(self, seconds: float) -> None:
         """Let nothing of it run for a while, as after SIGSTOP."""
@@ -275,8 +295,12 @@ class Simulation:
         return ProcessName(boot=_BOOT, namespace=_NAMESPACE, pid=number, start=number)
 
     def _watch(self, name: ProcessName) -> Watch | None:
-        known = self.processes.get(name.pid)
-        return None if known is None else SimulatedWatch(known, self._process())
+        known, process = self.processes.get(name.pid), self._process()
+        return None if known is None or process.lacks("descriptors to watch with") else SimulatedWatch(known, process)
+
+    def _getpid(self) -> int:
+        process = self.current
+        return os.getpid() if process is None else -process.number if process.forked else process.number
 
     @contextmanager
     def installed(self, listener: Callable[..., Any], dialer: Callable[..., Any]) -> Iterator[None]:
@@ -284,6 +308,7 @@ class Simulation:
         names = [field.name for field in type(machine).__attrs_attrs__]
         before = {name: getattr(machine, name) for name in names}
         machine.monotonic, machine.time = lambda: self._process().monotonic(), lambda: self._process().time()
+        machine.getpid = self._getpid
         machine.sleep, machine.randbelow = self._sleep, self._randbelow
         machine.executor = lambda: SimulatedExecutor(self._process())
         machine.listener, machine.dialer = listener, dialer

@@ -14,7 +14,7 @@ PREFILLS, DECODES = ("p", "q"), ("d", "e", "f")
 TPS = (1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (2, 3), (3, 2)
 FAULTS = {
     "break": 6, "cut": 5, "half open": 4, "stop": 6, "slow": 3, "jump": 3, "kill": 6, "leave": 3, "clock back": 1, "clock ahead": 1,
-    "change frame": 6, "repeat frame": 3, "sleep": 5, "move": 3, "drain": 1,
+    "change frame": 6, "repeat frame": 3, "sleep": 5, "move": 3, "drain": 1, "drift": 2, "stand still": 1, "fork": 1, "shortage": 4,
 }  # fmt: skip
 """Kinds of faults, and how often each is drawn."""
 MOMENTS = (
