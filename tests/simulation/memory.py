@@ -154,11 +154,10 @@ class GhostPool:
             raise Violation("stray write", f"{what} was written into page {page}, {whose}")
 
     def close(self) -> None:
-        """Close the pool, and keep its memory for another run."""
+        """Close the pool, and keep its memory for another run; peers that have mapped it may still read it in this one."""
         self.pool.close()
-        length = self.memory.length
         del self.labels, self.pool
-        _spare[length].append(self.memory)
+        self._simulation.after_all.append(lambda: _spare[self.memory.length].append(self.memory))
 
 
 # the transport

@@ -334,7 +334,9 @@ class Run:
 def play(story: Story, traced: bool = False) -> Result:
     """Play a story; an exception of kvproto is a violation too."""
     if not spare():  # the first memory of a process takes descriptors that stay
-        GhostPool(Simulation(0), "", 1, 0, 4, 0).close()
+        first = Simulation(0)
+        GhostPool(first, "", 1, 0, 4, 0).close()
+        first.after_all[0]()
     before, run = _descriptors(), Run(story, traced)
     found: Violation | None = None
     with run.simulation.installed(run.network.listener, run.network.dialer):
@@ -347,6 +349,8 @@ def play(story: Story, traced: bool = False) -> Result:
         if found is not None:
             run.clean()
     simulation = run.simulation
+    for release in simulation.after_all:
+        release()
     if found is None and _descriptors() > before:
         gc.collect()
         if _descriptors() > before:

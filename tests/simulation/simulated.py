@@ -208,6 +208,8 @@ class Simulation:
         self.misled = set[str]()
         """Decode engines with a frame that was changed on its way: it may fail, and its own pages may go wrong."""
         self.events = 0
+        self.after_all: list[Callable[[], None]] = []
+        """Calls that release what is used again by other runs."""
 
     current: Process | None
 
