@@ -9,11 +9,14 @@ import attrs
 
 from kvproto import Fetch, KvprotoError, LocalError, Options, Prompt, Request, Sink, Source, Ticket
 from kvproto.events import Arrived, Event, Expired, Freed, Lost, PagesFree, PagesWanted, PoolFree, Undelivered
+from kvproto.tiers.page_cache import WritePolicy
 from kvproto.transport.inline.transport import InlineTransport
 from kvproto.wire.enums import ErrorCode
 from tests.simulation.memory import GROUP, WAYS, GhostPool, Place, SimulatedTransport
 from tests.simulation.simulated import Process, Simulation, Violation
+from tests.simulation.storage import SimulatedStore
 from tests.simulation.story import PREFILLS, Ask, Setup
+from tests.simulation.tiering import Held, RankTiers
 
 RAISED = {
     ErrorCode.POOL_MOVED, ErrorCode.DRAINING, ErrorCode.TICKET_USED, ErrorCode.BUSY, ErrorCode.UNEXPECTED_MESSAGE,
@@ -26,6 +29,8 @@ NEVER = {
 """Codes with which nothing may be lost: nobody damages memory, and both sides are right."""
 
 
+_STEP = 0.05
+"""Seconds between steps of tiers that wait."""
 _CHILDS = 8000
 """The number of a request that a forked child tries to make."""
 
@@ -40,8 +45,20 @@ def ticket_of(seed: int, ask: Ask) -> Ticket:
     return Ticket(key=key, engine=PREFILLS[ask.of], replica=0, deadline=max(int(ask.deadline * 1000), 1))
 
 
+def tokens_of(ask: Ask, other: bool = False) -> list[int]:
+    return [ask.content + 1000 * other, *range(1, ask.tokens)]
+
+
 def prompt_of(ask: Ask, other: bool = False) -> Prompt:
-    return Prompt([ask.id + 1000 * other, *range(1, ask.tokens)])
+    return Prompt(tokens_of(ask, other))
+
+
+@attrs.frozen
+class World:
+    """What all engines reach."""
+
+    places: dict[bytes, Place]
+    store: SimulatedStore
 
 
 class Rank(Process):
@@ -50,6 +67,7 @@ class Rank(Process):
     door: Source | Sink
     ghost: GhostPool
     asks: Mapping[Any, Any]
+    tiers: RankTiers | None = None
 
     def __init__(
         self,
@@ -58,13 +76,13 @@ class Rank(Process):
         role: str,
         rank: int,
         run: int,
-        places: dict[bytes, Place],
+        world: World,
         wall: float,
     ) -> None:
         super().__init__(simulation, f"{role}{rank}", run, setup.rates[role not in PREFILLS], wall)
         simulation.processes[self.number] = self
         self.setup, self.rank, self.role = setup, rank, role
-        self._places, self._pools = places, 0
+        self._world, self._pools = world, 0
         self.ghosts: dict[int, GhostPool] = {}
         """Pools that are not free yet, by the id of each."""
         self.retired: list[GhostPool] = []
@@ -91,7 +109,7 @@ class Rank(Process):
         if setup.way == "inline":
             transport: Any = InlineTransport(4096)
         else:
-            transport = SimulatedTransport(self, WAYS[setup.way], setup.part, setup.pace, self._places)
+            transport = SimulatedTransport(self, WAYS[setup.way], setup.part, setup.pace, self._world.places)
             transport.landed = lambda process: process.check()
         return Options(
             transports=[transport],
@@ -130,7 +148,7 @@ class Rank(Process):
         held = [ask for ask, holder in self.held() if holder is ghost]
         if held:
             raise Violation("freed too early", f"{self}: a pool is free in which request {held[0]} has pages")
-        for place in self._places.values():
+        for place in self._world.places.values():
             place.free = place.free or place.memory is ghost.memory
         ghost.give(list(ghost.owner))
         self.retired.append(ghost)
@@ -198,6 +216,8 @@ class Rank(Process):
         self.simulation.say(self, "closes")
         self.door.close()
         self.alive = False
+        if self.tiers is not None:
+            self.tiers.close()
         self.end()
 
     def kill(self) -> None:
@@ -206,6 +226,8 @@ class Rank(Process):
         self.die()
         with self.simulation.running(self):
             self.door.close()
+            if self.tiers is not None:
+                self.tiers.die()
         self.end()
 
     def end(self) -> None:
@@ -238,17 +260,27 @@ class Prefilling:
     ghost: GhostPool
     pages: list[int] | None = None
     computed: int = 0
+    found: int = 0
+    """Tokens that tiers have found."""
+    held: Held | None = None
 
 
 class PrefillRank(Rank):
     """A prefill rank."""
 
     door: Source
+    tiers: RankTiers | None
 
     def _opened(self) -> Source:
         self.asks: dict[Request, Prefilling] = {}
         listen = {rank: address(self.role, rank) for rank in range(self.setup.prefill)}
-        return Source(self.role, self.ghost.pool, listen, self.options())
+        door, setup = Source(self.role, self.ghost.pool, listen, self.options()), self.setup
+        self.tiers = None
+        if setup.host:
+            store = self._world.store if setup.store else None
+            self.tiers = RankTiers(self, self.ghost, store, setup.host, [*WritePolicy][setup.policy], setup.pace)
+            self.tiers.tell(door.tell)
+        return door
 
     def hear_of(self, ask: Ask) -> None:
         """Accept a request, and begin to compute it."""
@@ -276,20 +308,42 @@ class PrefillRank(Rank):
             return
         ask, request, ghost = prefilling.ask, prefilling.request, prefilling.ghost
         if prefilling.pages is None:
-            prefilling.pages = ghost.take(ask.id, ask.tokens, granted=False)
+            prefilling.pages = self._pages(prefilling)
             if prefilling.pages is None:
                 self.simulation.reached["prefill out of pages"] += 1
-                self.simulation.after(0.3, lambda: self.call(lambda: self._compute(self.asks.get(request), step)))
+                later = 0.3 if self.tiers is None else 0.05
+                self.simulation.after(later, lambda: self.call(lambda: self._compute(self.asks.get(request), step)))
                 return
         prefilling.computed += 1
         end = ask.tokens * prefilling.computed // ask.chunks
-        ghost.write(ask.id, prefilling.pages, ask.tokens * (prefilling.computed - 1) // ask.chunks, end)
+        begin = max(prefilling.found, ask.tokens * (prefilling.computed - 1) // ask.chunks)
+        if begin < end:
+            ghost.write(ask.content, prefilling.pages, begin, end)
         table = {GROUP: prefilling.pages[: -(-end // ghost.page)]}
         if prefilling.computed == ask.chunks:
             self.try_(lambda: request.finish({GROUP: prefilling.pages or ()}))
             return
         self.try_(lambda: request.computed(table, end))
         self.simulation.after(step, lambda: self.call(lambda: self._compute(self.asks.get(request), step)))
+
+    def _pages(self, prefilling: Prefilling) -> list[int] | None:
+        """The pages of a request; None while there are too few, or storage is read."""
+        ask = prefilling.ask
+        if self.tiers is None:
+            return prefilling.ghost.take(ask.id, ask.tokens, granted=False)
+        if prefilling.held is None:
+            prefilling.held = self.tiers.begin(ask.content, tokens_of(ask))
+        pages = self.tiers.pages(prefilling.held, ask.tokens, self.simulation.draw("hold", ask.id) < 0.5)
+        if pages is not None:
+            prefilling.found = self.tiers.found(prefilling.held, ask.id, ask.tokens)
+        return pages
+
+    def turn(self) -> float | None:
+        seconds = super().turn()
+        if self.tiers is not None and self.alive:
+            soon, seconds = _STEP if self.tiers.step() else None, self.door.next_timer()
+            seconds = soon if seconds is None else seconds if soon is None else min(soon, seconds)
+        return seconds
 
     def hear(self, event: Event) -> None:
         super().hear(event)
@@ -300,8 +354,18 @@ class PrefillRank(Rank):
             name = type(event).__name__
             self.simulation.say(self, f"{name} {prefilling.ask.id}")
             self.simulation.reached[name] += 1
-            if prefilling.pages is not None and prefilling.ghost in self.ghosts.values():
+            if self.tiers is not None and prefilling.held is not None:
+                self.tiers.leave(prefilling.held, prefilling.ask.tokens * prefilling.computed // prefilling.ask.chunks)
+            elif prefilling.pages is not None and prefilling.ghost in self.ghosts.values():
                 prefilling.ghost.give(prefilling.pages)
+
+    @property
+    def over(self) -> bool:
+        return super().over and not (self.tiers is not None and self.tiers.cache.busy)
+
+    def sleep(self, seconds: float) -> None:
+        if self.tiers is None:  # which belong to one pool
+            super().sleep(seconds)
 
     def waiting(self) -> list[tuple[str, bool]]:
         return [(f"{self}: request {p.ask.id}, {p.request!r}", False) for p in self.asks.values()]
@@ -338,7 +402,7 @@ class DecodeRank(Rank):
             self.simulation.reached["decode out of pages"] += 1
             return
         if pages is not None and ask.cached:
-            ghost.write(ask.id, pages, 0, ask.cached)
+            ghost.write(ask.content, pages, 0, ask.cached)
 
         def fetch() -> None:
             fetch = self._begin(ask, pages)
@@ -394,7 +458,7 @@ class DecodeRank(Rank):
         if isinstance(event, Arrived):
             if ask.other_prompt:
                 raise Violation("wrong byte", f"request {ask.id} arrived for another prompt")
-            fetching.ghost.check_arrived(ask.id, pages, 0, ask.tokens)
+            fetching.ghost.check_arrived(ask.content, pages, 0, ask.tokens)
             self.arrived.add(ask.id)
         if isinstance(event, Lost):
             self.outcomes[ask.id] = event.error.code.name

@@ -121,6 +121,25 @@ class GhostPool:
         self._blank(pages)
         self.free_pages += pages
 
+    # of pages that tiers hand out
+
+    def fill(self, slots: Sequence[int]) -> None:
+        """Let tiers write pages, as they load them."""
+        self._granted[list(slots)] = True
+
+    def find(self, request: int, content: int, slots: Sequence[int], count: int) -> None:
+        """Hand pages to a request, whose first `count` tokens tiers have found; raises Violation for other rows."""
+        if count:
+            self.check_rows(content, slots, 0, count, "tiers have found")
+        self.owner |= dict.fromkeys(slots, request)
+        self._settle(slots)
+        self._blank(slots[count // self.page :])
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Have pages back, which tiers may keep as they are."""
+        for slot in slots:
+            self.owner.pop(slot, None)
+
     def _rows(self, pages: Sequence[int], first: int, end: int) -> tuple[npt.NDArray[np.int64], Any, Any]:
         tokens = np.arange(first, end)
         return tokens, np.asarray(pages, np.int64)[tokens // self.page], tokens % self.page
@@ -132,6 +151,11 @@ class GhostPool:
 
     def check_arrived(self, request: int, pages: Sequence[int], first: int, end: int) -> None:
         """Raise Violation unless the pages hold these tokens of the request; nobody may write them any more."""
+        self.check_rows(request, pages, first, end, "arrived")
+        self._settle(pages)
+
+    def check_rows(self, request: int, pages: Sequence[int], first: int, end: int, how: str) -> None:
+        """Raise Violation unless the pages hold these tokens of what a request is made from."""
         tokens, at, rows = self._rows(pages, first, end)
         here, wanted = self.labels[:, :, at, rows], labels(request, tokens, self.heads)
         differ = np.argwhere((here != wanted).any(-1))
@@ -139,8 +163,7 @@ class GhostPool:
             layer, part, token, head = differ[0]
             what = named(here[layer, part, token, head])
             where = f"layer {layer} part {part} token {first + token} head {self.heads[head]}"
-            raise Violation("wrong byte", f"request {request} arrived with {what} at {where}, {len(differ)} differ")
-        self._settle(pages)
+            raise Violation("wrong byte", f"request {request} {how} with {what} at {where}, {len(differ)} differ")
 
     def check(self) -> None:
         """Raise Violation if a page has changed that no peer may write."""

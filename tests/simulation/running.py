@@ -13,11 +13,13 @@ from itertools import product
 import attrs
 
 from kvproto.session import limits
-from tests.simulation.engines import DecodeRank, PrefillRank, address
+from tests.simulation.engines import DecodeRank, PrefillRank, World, address, tokens_of
 from tests.simulation.hostile import change
-from tests.simulation.memory import GhostPool, Place, spare
+from tests.simulation.memory import GhostPool, spare
 from tests.simulation.network import Network
+from tests.simulation.routing import ROUTER, Router
 from tests.simulation.simulated import Simulation, Violation
+from tests.simulation.storage import ILLS, RoomyStore, SimulatedStore, serving
 from tests.simulation.story import DECODES, PREFILLS, Ask, Fault, Story
 
 QUIET = limits.TICKET_WAIT + 3 * limits.PATIENCE + 30
@@ -63,7 +65,9 @@ class Run:
         prefills = PREFILLS[: setup.sources]
         for role, rank in product(prefills, range(setup.prefill)):
             self.network.name_host(address(role, rank), f"{role}{rank}")
-        self._places: dict[bytes, Place] = {}
+        self.store = (RoomyStore if setup.store == "roomy" else SimulatedStore)(self.simulation)
+        self._world = World({}, self.store)
+        self.router: Router | None = None
         self._runs, self._kinds = Counter[str](), Counter[str]()
         self.prefills: dict[str, list[PrefillRank]] = {role: [] for role in prefills}
         self.decodes: dict[str, list[DecodeRank]] = {role: [] for role in DECODES[: self.setup.engines]}
@@ -102,10 +106,10 @@ class Run:
         arguments = self.simulation, self.setup, role
         if role in PREFILLS:
             ranks = range(self.setup.prefill)
-            self.prefills[role] = [PrefillRank(*arguments, rank, number, self._places, wall) for rank in ranks]
+            self.prefills[role] = [PrefillRank(*arguments, rank, number, self._world, wall) for rank in ranks]
         else:
             ranks = range(self.setup.decode)
-            self.decodes[role] = [DecodeRank(*arguments, rank, number, self._places, wall) for rank in ranks]
+            self.decodes[role] = [DecodeRank(*arguments, rank, number, self._world, wall) for rank in ranks]
 
     def _ranks(self, role: str) -> list[AnyRank]:
         return [*self.prefills[role]] if role in PREFILLS else [*self.decodes[role]]
@@ -138,6 +142,8 @@ class Run:
     # requests and faults
 
     def _ask(self, ask: Ask) -> None:
+        if self.router is not None:
+            self.router.lengths(tokens_of(ask))
         told = [(PREFILLS[ask.of], ask.lags[0], ask.again), (DECODES[ask.to], ask.lags[1], ask.again)]
         if self.setup.engines > 1:
             told.append((DECODES[(ask.to + 1) % self.setup.engines], ask.both, -1.0))
@@ -160,6 +166,8 @@ class Run:
         prefill = PREFILLS[fault.source]
         role = decode if fault.at_decode else prefill
         pair = f"{decode}{fault.decode}", f"{prefill}{fault.prefill}"
+        if self.router is not None and fault.number % 3 == 0:
+            decode, pair = ROUTER, (f"{ROUTER}0", pair[1])
         rank = self._ranks(role)[fault.decode if fault.at_decode else fault.prefill]
         match fault.kind:
             case "break" | "half open" | "cut":
@@ -176,6 +184,14 @@ class Run:
                 rank.run_clock(rate)
                 usual = self.setup.rates[role not in PREFILLS]
                 simulation.after(min(fault.seconds, 60.0), lambda: rank.run_clock(usual))
+            case "power loss":
+                self.store.lose_power()
+            case "copies fail":
+                for each in self.prefill:
+                    if each.tiers is not None:
+                        each.tiers.pager.fails_until = simulation.now + fault.seconds
+            case kind if kind in ILLS:
+                self.store.fall_ill(kind, min(fault.seconds, 30.0))
             case "fork":
                 rank.call(rank.fork)
             case "shortage":
@@ -186,7 +202,7 @@ class Run:
                 for each in self._ranks(role):
                     each.call(partial(each.sleep, min(fault.seconds, 10.0)))
             case "move":
-                for mover in self.decodes[decode]:
+                for mover in self.decodes[DECODES[fault.engine]]:
                     mover.call(mover.move)
             case "drain":
                 for each in self._ranks(role):
@@ -196,7 +212,8 @@ class Run:
             case "change frame" | "repeat frame":
                 if fault.kind == "change frame":
                     self.simulation.misled.add(decode)
-                    self._doubted.add(prefill)
+                    if decode != ROUTER:
+                        self._doubted.add(prefill)
                 sender, receiver = pair if fault.at_decode else pair[::-1]
                 number = self.network.counted(pair, receiver) + fault.number
                 self.network.changes[sender, receiver, number] = change(fault, self.simulation)
@@ -229,6 +246,9 @@ class Run:
         simulation, story = self.simulation, self.story
         for role in self.roles:
             self._start(role)
+        if self.setup.router and self.setup.host:
+            sources = {address(role, 0): role for role in self.prefills}
+            self.router = Router(simulation, 1, sources, 1e-3)
         for ask in story.asks:
             simulation.at(ask.at, partial(self._ask, ask))
         for fault in story.faults:
@@ -248,6 +268,7 @@ class Run:
         self._check_arrived()
         self._check_ready()
         self._probe()
+        self._check_router()
         for each in self.everyone:
             each.check()
             with simulation.running(each):
@@ -323,12 +344,33 @@ class Run:
         self.simulation.run(self.simulation.now + limits.PATIENCE, self._over)
         self._check_over()
 
+    def _check_router(self) -> None:
+        """Raise Violation unless a router knows what tiers keep, and tiers have all pages back."""
+        for rank in self.prefill:
+            if rank.tiers is not None:
+                rank.tiers.check_over()
+        router = self.router
+        if router is None:
+            return
+        if ROUTER not in self.simulation.misled:
+            self.simulation.run(self.simulation.now + QUIET, lambda: router.knows_all)
+            if not router.knows_all:
+                raise Violation("hang", f"{router} does not know {router.finder.why()}")
+            self.simulation.run(self.simulation.now + 1.0)
+            for ask in self.story.asks[:3]:
+                for role, ranks in self.prefills.items():
+                    router.check(role, [rank.tiers for rank in ranks if rank.tiers is not None], tokens_of(ask))
+        router.leave()
+
     def clean(self) -> None:
         """Release what is left after a violation."""
         for rank in self.everyone:
             if rank.alive:
                 with contextlib.suppress(Exception):
                     self._kill(rank, 0.0)
+        if self.router is not None and self.router.alive:
+            with contextlib.suppress(Exception):
+                self.router.kill()
 
 
 def play(story: Story, traced: bool = False) -> Result:
@@ -339,7 +381,7 @@ def play(story: Story, traced: bool = False) -> Result:
         first.after_all[0]()
     before, run = _descriptors(), Run(story, traced)
     found: Violation | None = None
-    with run.simulation.installed(run.network.listener, run.network.dialer):
+    with run.simulation.installed(run.network.listener, run.network.dialer, serving(run.simulation, run.store)):
         try:
             run.whole()
         except Violation as violation:

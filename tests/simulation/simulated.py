@@ -42,6 +42,8 @@ class Process:
         self._turns = 0
         self.number = simulation.number()
         self.watches: list[SimulatedWatch] = []
+        self.threads: list[Any] = []
+        """Threads that end with it, by `die`."""
 
     def __str__(self) -> str:
         return self.name if self.run == 1 else f"{self.name}#{self.run}"
@@ -129,6 +131,8 @@ class Process:
     def die(self) -> None:
         """End at once; peers on the same host can see it."""
         self.alive = False
+        for thread in self.threads:
+            thread.die()
         for watch in self.watches:
             watch.end()
 
@@ -283,14 +287,21 @@ class Simulation:
 
     def _sleep(self, seconds: float) -> None:
         """Let hardware go on meanwhile; all else comes late."""
+        self._wait(seconds, lambda: False)
+
+    def _wait(self, seconds: float, over: Callable[[], bool]) -> bool:
+        """Let hardware, and threads, go on until it is `over`, for so many seconds at most."""
         until = self.now + seconds
-        due = sorted(event for event in self._queue if event[0] <= until and event[1] in self._hardware)
-        for event in due:
-            self._queue.remove(event)
-            self.now = max(self.now, event[0])
-            event[2]()
-        heapq.heapify(self._queue)
-        self.now = until
+        while not over():
+            due = min((event for event in self._queue if event[0] <= until and event[1] in self._hardware), default=None)
+            if due is None:
+                self.now = until
+                return over()
+            self._queue.remove(due)
+            heapq.heapify(self._queue)
+            self.now = max(self.now, due[0])
+            due[2]()
+        return True
 
     def _name(self) -> ProcessName:
         number = self._process().number
@@ -305,7 +316,9 @@ class Simulation:
         return os.getpid() if process is None else -process.number if process.forked else process.number
 
     @contextmanager
-    def installed(self, listener: Callable[..., Any], dialer: Callable[..., Any]) -> Iterator[None]:
+    def installed(
+        self, listener: Callable[..., Any], dialer: Callable[..., Any], serve: Callable[..., None]
+    ) -> Iterator[None]:
         """Let ranks run in this world."""
         names = [field.name for field in type(machine).__attrs_attrs__]
         before = {name: getattr(machine, name) for name in names}
@@ -314,6 +327,7 @@ class Simulation:
         machine.sleep, machine.randbelow = self._sleep, self._randbelow
         machine.executor = lambda: SimulatedExecutor(self._process())
         machine.listener, machine.dialer = listener, dialer
+        machine.serve, machine.wait_for = serve, lambda condition, over, seconds: self._wait(seconds, over)
         machine.process, machine.watch = self._name, self._watch
         try:
             yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -24,6 +24,14 @@ MOMENTS = (
 """Kinds of messages that faults are aimed at."""
 
 
+STORAGE = {
+    "storage fails": 3, "storage full": 2, "storage torn": 3, "storage lies": 5, "storage slow": 3, "storage hangs": 2,
+    "power loss": 3, "copies fail": 2, "kill": 3, "break": 1,
+}  # fmt: skip
+"""Kinds of faults of tiers, and how often each is drawn."""
+_PROMPTS = 5000
+
+
 def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(values)
 
@@ -41,6 +49,14 @@ class Setup:
     """Decode engines, with as many ranks each."""
     sources: int = 1
     """Prefill engines, with as many ranks each."""
+    host: int = 0
+    """Pages of each prefill rank's host memory; 0: it has no tiers."""
+    policy: int = 0
+    """The number of the tiers' policy."""
+    store: str = ""
+    """The kind of storage behind the host: plain, roomy, or none."""
+    router: bool = False
+    """Whether a router listens with a Finder."""
     way: str = "host"
     """The kind of transport: a name of `memory.WAYS`, or inline."""
     pull: bool = False
@@ -90,8 +106,15 @@ class Ask:
     """Seconds after which prefill gives it up."""
     again: float = -1.0
     """Seconds after which both engines hear of it again, under the same ticket."""
+    prompt: int = 0
+    """The number of its prompt, which others may share; 0: one of its own."""
     other_prompt: bool = False
     """Whether decode has another prompt under the same ticket."""
+
+    @property
+    def content(self) -> int:
+        """What labels of its rows name."""
+        return _PROMPTS + self.prompt if self.prompt else self.id
 
 
 @attrs.frozen
@@ -171,6 +194,7 @@ def of_seed(seed: int) -> Story:
         chance.choice(((4, 4), (4, 8), (8, 4), (2, 6))),
         chance.choice((1, 1, 1, 2, 2, 3)),
         chance.choice((1, 1, 1, 2)),
+        *_tiers(chance),
         way,
         pull,
         verify=chance.random() < 0.6,
@@ -186,8 +210,9 @@ def of_seed(seed: int) -> Story:
     span = chance.choice((2.0, 8.0, 30.0))
     count = chance.choice((1, 1, 2, 3, 5, 8))
     asks = sorted((_ask(chance, span, setup) for _ in range(count)), key=lambda ask: ask.at)
-    kinds = chance.sample(sorted(FAULTS), chance.choice((0, 1, 2, 3, 5)))
-    faults = [_fault(chance, kinds, span, setup) for _ in range(chance.choice((1, 2, 4, 8)) if kinds else 0)]
+    weights = FAULTS if not setup.host or chance.random() < 0.3 else FAULTS | STORAGE if chance.random() < 0.5 else STORAGE
+    kinds = chance.sample(sorted(weights), chance.choice((0, 1, 2, 3, 5)))
+    faults = [_fault(chance, {kind: weights[kind] for kind in kinds}, span, setup) for _ in range(chance.choice((1, 2, 4, 8)) if kinds else 0)]
     numbered = (attrs.evolve(ask, id=n + 1) for n, ask in enumerate(asks))
     return Story(seed, setup, tuple(numbered), tuple(sorted(faults, key=lambda fault: fault.at)))
 
@@ -220,12 +245,21 @@ def _ask(chance: random.Random, span: float, setup: Setup) -> Ask:
         abort=round(chance.random() ** 2 * (compute + 1), 4) if chance.random() < 0.2 else -1.0,
         fail=round(chance.random() ** 2 * (compute + 1), 4) if chance.random() < 0.15 else -1.0,
         again=round(chance.random() ** 2 * 8, 4) if chance.random() < 0.05 else -1.0,
+        prompt=chance.randrange(5) if setup.host else 0,
         other_prompt=chance.random() < 0.03,
     )
 
 
-def _fault(chance: random.Random, kinds: list[str], span: float, setup: Setup) -> Fault:
-    kind = chance.choices(kinds, [FAULTS[kind] for kind in kinds])[0]
+def _tiers(chance: random.Random) -> tuple[int, int, str, bool]:
+    """The pages of the host, the policy, the storage, and whether a router listens."""
+    if chance.random() < 0.7:
+        return 0, 0, "", False
+    host, policy, store = chance.choice((4, 12, 40)), chance.randrange(3), chance.choice(("", "plain", "roomy", "roomy"))
+    return host, policy, store, chance.random() < 0.4
+
+
+def _fault(chance: random.Random, kinds: Mapping[str, int], span: float, setup: Setup) -> Fault:
+    kind = chance.choices([*kinds], [*kinds.values()])[0]
     seconds = chance.choice((0.01, 0.3, 1.0, 6.0, 12.0, 25.0, 40.0, 70.0)) * (0.5 + chance.random())
     on = chance.choice(MOMENTS) if chance.random() < 0.5 else ""
     aimed_number = chance.choice((1, 1, 2, 3, 5))
