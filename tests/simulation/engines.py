@@ -81,7 +81,7 @@ class Rank(Process):
     ) -> None:
         super().__init__(simulation, f"{role}{rank}", run, setup.rates[role not in PREFILLS], wall)
         simulation.processes[self.number] = self
-        self.setup, self.rank, self.role = setup, rank, role
+        self.setup, self.rank = setup, rank
         self._world, self._pools = world, 0
         self.ghosts: dict[int, GhostPool] = {}
         """Pools that are not free yet, by the id of each."""

@@ -293,6 +293,8 @@ class Network:
         """Functions that change the frame of this number, by sender's and receiver's names."""
         self.delivered: Callable[[str], None] = lambda kind: None
         """Called with the kind of each frame that comes."""
+        self.liars: dict[str, Callable[[bytes], Frames]] = {}
+        """What becomes of the frames of hostile processes, by name."""
 
     def listener(self, address: str, *_: Any, **__: Any) -> SimulatedListener:
         assert self.simulation.current is not None
@@ -322,7 +324,7 @@ class Network:
     def changed(self, pair: tuple[str, str], receiver: Process, number: int, frame: bytes) -> Frames:
         """The frames that come in place of this one."""
         sender = pair[1] if receiver.name == pair[0] else pair[0]
-        change = self.changes.pop((sender, receiver.name, number), None)
+        change = self.changes.pop((sender, receiver.name, number), None) or self.liars.get(sender)
         return [(frame, 0.0)] if change is None else change(frame)
 
     # faults

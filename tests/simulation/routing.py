@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvproto import Finder, Options
 from tests.simulation.simulated import Process, Simulation, Violation
@@ -28,11 +28,10 @@ class Router(Process):
         self.finder.step(0.0)
         return _POLL
 
-    @property
-    def knows_all(self) -> bool:
-        """Whether it knows all engines."""
+    def lacks_any(self, roles: Collection[str]) -> dict[str, str]:
+        """The reasons why it does not know some of these engines, by address."""
         with self.simulation.running(self):
-            return not self.finder.why()
+            return {address: why for address, why in self.finder.why().items() if self._sources[address] in roles}
 
     def lengths(self, tokens: Sequence[int]) -> dict[str, int]:
         """The tokens of a prompt that each engine holds."""

@@ -14,7 +14,7 @@ import attrs
 
 from kvproto.session import limits
 from tests.simulation.engines import DecodeRank, PrefillRank, World, address, tokens_of
-from tests.simulation.hostile import change
+from tests.simulation.hostile import Liar, change
 from tests.simulation.memory import GhostPool, spare
 from tests.simulation.network import Network
 from tests.simulation.routing import ROUTER, Router
@@ -75,6 +75,8 @@ class Run:
         """Whether a writer died whose death proves nothing, so that pages may stay in quarantine."""
         self._doubted = set[str]()
         """Prefill engines with a peer that was misled in a frame of theirs."""
+        self._haunted = set[str]()
+        """Engines with pages that a liar may still have, for all they know."""
 
     @property
     def decode(self) -> list[DecodeRank]:
@@ -99,7 +101,7 @@ class Run:
     # engines
 
     def _start(self, role: str, wall: float = 0.0) -> None:
-        if any(rank.alive for rank in self._ranks(role)):
+        if role not in self.roles or any(rank.alive for rank in self._ranks(role)):
             return
         self._runs[role] += 1
         number, wall = self._runs[role], wall + self._runs[role] * 1e-3
@@ -112,7 +114,7 @@ class Run:
             self.decodes[role] = [DecodeRank(*arguments, rank, number, self._world, wall) for rank in ranks]
 
     def _ranks(self, role: str) -> list[AnyRank]:
-        return [*self.prefills[role]] if role in PREFILLS else [*self.decodes[role]]
+        return [*self.prefills.get(role, ()), *self.decodes.get(role, ())]
 
     def _end_engine(self, role: str, fault: Fault) -> None:
         """End an engine, and start it again later."""
@@ -155,8 +157,8 @@ class Run:
                         self.simulation.after(delay + skew, partial(self._tell, role, rank, ask))
 
     def _tell(self, role: str, rank: int, ask: Ask) -> None:
-        process = self._ranks(role)[rank]
-        process.call(lambda: process.hear_of(ask))
+        for process in self._ranks(role)[rank : rank + 1]:
+            process.call(partial(process.hear_of, ask))
 
     def _fault(self, fault: Fault) -> None:
         simulation = self.simulation
@@ -239,6 +241,32 @@ class Run:
             elif fault.seconds > 15:  # TCP gives up
                 self.simulation.after(15.0, line.broken)
 
+    # a hostile engine
+
+    def _let_lie(self, role: str) -> None:
+        """Have an engine lie; those that it lies to may go wrong in what they share with it."""
+        if role in self.roles:
+            for rank in self._ranks(role):
+                self.network.liars[rank.name] = Liar(self.simulation, rank.name)
+            self.simulation.misled |= {role} if role in DECODES else {role, *self.decodes}
+
+    def _be_rid_of(self, role: str) -> None:
+        """Let a liar end for good; all others have to be well from now on."""
+        if role not in self.roles:
+            return
+        for rank in self._ranks(role):
+            if rank.alive:
+                self._unproven = self._unproven or self._unprovable(rank)
+                self._kill(rank, 0.0)
+        self.prefills.pop(role, None)
+        self.decodes.pop(role, None)
+        if role in PREFILLS:
+            for rank in self.decode:
+                for ghost in (*rank.ghosts.values(), *rank.retired):
+                    ghost.settle_all()
+            self.simulation.misled -= {*self.decodes}
+            self._haunted |= {*self.decodes}
+
     # a run
 
     def whole(self) -> None:
@@ -249,16 +277,20 @@ class Run:
         if self.setup.router and self.setup.host:
             sources = {address(role, 0): role for role in self.prefills}
             self.router = Router(simulation, 1, sources, 1e-3)
+        self._let_lie(self.setup.hostile)
         for ask in story.asks:
             simulation.at(ask.at, partial(self._ask, ask))
         for fault in story.faults:
             if not fault.on:
                 simulation.at(fault.at, partial(self._fault, fault))
         self.network.delivered = self._delivered
-        last = max((fault.at + min(fault.seconds, 110.0) + 25.0 for fault in story.faults), default=0.0)
+        twice = 20.0 + _FAR  # an engine with a wrong clock ends a second time
+        ends = [f.at + min(f.seconds, 110.0) + 25.0 + twice * f.kind.startswith("clock") for f in story.faults]
+        last = max(ends, default=0.0)
         asked = max((ask.at + max(*ask.lags, ask.again, 0.0) + ask.compute + 1 for ask in story.asks), default=0.0)
         simulation.run(max(last, asked))
         calm = simulation.now
+        self._be_rid_of(self.setup.hostile)
         for role in self.roles:
             if not all(rank.alive and not rank.draining for rank in self._ranks(role)):
                 self._end_engine(role, Fault(calm, "leave", seconds=0.0))
@@ -286,8 +318,10 @@ class Run:
         """Raise Violation for what has not ended."""
         for rank in self.everyone:
             for text, lost in rank.waiting():
-                if not (lost and self._excused(rank)):
+                if not (lost and self._excused(rank)) and not (lost and rank.role in self._haunted):
                     raise Violation("hang", text)
+            if rank.role in self._haunted:
+                continue
             if rank.door.quarantined and not self._excused(rank):
                 raise Violation("hang", f"{rank} keeps {rank.door.quarantined} in quarantine")
             if len(rank.ghosts) > 1 and not self._excused(rank):
@@ -307,6 +341,7 @@ class Run:
         plenty = setup.pace < 0.1 and setup.lease >= 10 and not self.simulation.reached["decode out of pages"]
         for ask in story.asks if kept and plenty and len(story.asks) <= 3 else ():
             usual = max(ask.abort, ask.fail, ask.again, ask.both) < 0 and not ask.other_prompt
+            usual = usual and self.setup.hostile not in (PREFILLS[ask.of], DECODES[ask.to])
             if usual and ask.deadline >= (60 if story.faults else 10) and min(ask.lags) >= 0 and max(ask.lags) < 4:
                 self.simulation.reached["request that has to arrive"] += 1
                 for rank in self.decodes[DECODES[ask.to]]:
@@ -327,9 +362,11 @@ class Run:
         """Let each pair of engines complete a new request."""
         probes: list[Ask] = []
         short = self.setup.pull and self.setup.lease < 10  # a slow copy may outlast it
-        for of, to in product(range(self.setup.sources), range(self.setup.engines)):
-            pair = (*self.prefills[PREFILLS[of]], *self.decodes[DECODES[to]])
-            if self.story.faults and not short and not any(self._excused(rank) for rank in pair):
+        wrong = self.story.faults or self.setup.hostile
+        for source, sink in product(self.prefills, self.decodes):
+            of, to = PREFILLS.index(source), DECODES.index(sink)
+            pair = (*self.prefills[source], *self.decodes[sink])
+            if wrong and not short and not any(self._excused(rank) for rank in pair):
                 probes.append(Ask(_PROBE + len(probes), 0.0, 9, of=of, to=to))
                 self._ask(probes[-1])
         asked = [(rank, ask.id) for ask in probes for rank in self.decodes[DECODES[ask.to]]]
@@ -353,9 +390,9 @@ class Run:
         if router is None:
             return
         if ROUTER not in self.simulation.misled:
-            self.simulation.run(self.simulation.now + QUIET, lambda: router.knows_all)
-            if not router.knows_all:
-                raise Violation("hang", f"{router} does not know {router.finder.why()}")
+            self.simulation.run(self.simulation.now + QUIET, lambda: not router.lacks_any(self.prefills))
+            if unknown := router.lacks_any(self.prefills):
+                raise Violation("hang", f"{router} does not know {unknown}")
             self.simulation.run(self.simulation.now + 1.0)
             for ask in self.story.asks[:3]:
                 for role, ranks in self.prefills.items():

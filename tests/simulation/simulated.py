@@ -34,7 +34,7 @@ class Process:
 
     def __init__(self, simulation: Simulation, name: str, run: int, rate: float = 1.0, wall: float = 0.0) -> None:
         """`rate` is the speed of its clock, and `wall` the seconds by which its time of day is wrong."""
-        self.simulation, self.name, self.run = simulation, name, run
+        self.simulation, self.name, self.run, self.role = simulation, name, run, name.rstrip("0123456789")
         self.alive, self.stopped_until, self.gap = True, 0.0, 1e-4
         self.short_until, self.ever_short, self.forked = 0.0, False, False
         self._rate, self._wall, self._since, self._base, self._ticks = rate, wall, simulation.now, 1000.0, 0.0

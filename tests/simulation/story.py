@@ -55,6 +55,8 @@ class Setup:
     """The number of the tiers' policy."""
     store: str = ""
     """The kind of storage behind the host: plain, roomy, or none."""
+    hostile: str = ""
+    """The engine that lies."""
     router: bool = False
     """Whether a router listens with a Finder."""
     way: str = "host"
@@ -188,13 +190,20 @@ def of_seed(seed: int) -> Story:
     prefill, decode = chance.choice(TPS)
     way = chance.choice(("host", "device", "device", "remote", "inline"))
     pull = way in ("host", "device") and chance.random() < 0.3
+    engines, sources = chance.choice((1, 1, 1, 2, 2, 3)), chance.choice((1, 1, 1, 2))
+    liars = [DECODES[engines - 1], *(PREFILLS[1:sources])]
+    host, policy, store, router = _tiers(chance)
     setup = Setup(
         prefill,
         decode,
         chance.choice(((4, 4), (4, 8), (8, 4), (2, 6))),
-        chance.choice((1, 1, 1, 2, 2, 3)),
-        chance.choice((1, 1, 1, 2)),
-        *_tiers(chance),
+        engines,
+        sources,
+        host,
+        policy,
+        store,
+        chance.choice(liars) if chance.random() < 0.12 else "",
+        router,
         way,
         pull,
         verify=chance.random() < 0.6,
