@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import attrs
 
 from kvproto.net import Dialer, Listener
-from kvproto.transport.process import Watch, this_process
+from kvproto.transport.process import Watch, attest, this_process
 from kvproto.wire.messages import Process
 
 
@@ -21,7 +21,10 @@ class Calls(Protocol):
     changed: Condition
     added: Callable[[], object]
     """Called when one more waits, with the lock."""
-    waiting: Collection[Any]
+
+    @property
+    def waiting(self) -> Collection[Any]:
+        """Those that have not begun."""
 
     def serve(self) -> None:
         """Do calls until there will be no more: the work of a thread."""
@@ -58,6 +61,7 @@ class Machine:
     listener: Callable[..., Listener] = Listener
     dialer: Callable[..., Dialer] = Dialer
     process: Callable[[], Process] = this_process
+    attest: Callable[[bytes, bool], None] = attest
     watch: Callable[[Process], Watch | None] = Watch.of
 
 

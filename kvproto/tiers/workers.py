@@ -52,7 +52,7 @@ class CallQueue:
             del calls
 
     def take(self) -> list[_Call]:
-        """With the lock: begin the next call, with those right behind it that can share it; none if it was cancelled."""
+        """With the lock: begin the next call, unless it was cancelled, with those right behind it that can share it."""
         first = self.waiting.popleft()
         calls = [first]
         while self.waiting and len(calls) < first.most and self.waiting[0].work == first.work:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -113,8 +113,9 @@ def message(name: str, chance: random.Random, **known: Any) -> Any:
 class Liar:
     """What becomes of the frames of a hostile peer: it speaks right for a while, and then lies now and then."""
 
-    def __init__(self, simulation: Simulation, sender: str) -> None:
-        self._simulation = simulation
+    def __init__(self, simulation: Simulation, sender: str, handles: Mapping[bytes, object]) -> None:
+        """`handles` name all memory that there is, of which it may name any."""
+        self._simulation, self._handles = simulation, handles
         self._chance = random.Random(f"{simulation.seed} {sender}")
         self._right = self._chance.choice((0, 3, 6, 8, 12, 20))
         self._session = 0
@@ -132,14 +133,22 @@ class Liar:
         if lie < 0.6:
             return [(frame, 0.0)]
         self._simulation.reached[f"lie in {type(right).__name__}"] += 1
+        if isinstance(right, messages.Register) and lie < 0.75:
+            stolen = self._lied(lambda: attrs.evolve(right, regions=tuple(map(self._stolen, right.regions))))
+            return [(stolen or frame, 0.0)]
         if lie < 0.85:
             return [(self._lied(lambda: _other(right, chance)) or _flipped(frame, chance), 0.0)]
         if lie < 0.95:
             name = chance.choice(_KINDS)
-            known = {"session": self._session, "request": getattr(right, "request", 0) + chance.randrange(3)}
+            known = {"session": self._session, "request": (getattr(right, "request", 0) or 0) + chance.randrange(3)}
             invented = self._lied(lambda: message(name, chance, **known))
             return [(frame, 0.0), *([(invented, 0.0)] if invented else [])]
         return [] if lie < 0.98 else [(frame, 0.0), (frame, 0.0)]
+
+    def _stolen(self, region: Any) -> Any:
+        """The region with the handle of somebody's memory."""
+        data = self._chance.choice([*self._handles])
+        return attrs.evolve(region, handles=tuple(attrs.evolve(handle, data=data) for handle in region.handles))
 
     def _lied(self, lie: Callable[[], Any]) -> bytes | None:
         """A lie that the codec writes, if one is found soon."""

@@ -247,7 +247,7 @@ class Run:
         """Have an engine lie; those that it lies to may go wrong in what they share with it."""
         if role in self.roles:
             for rank in self._ranks(role):
-                self.network.liars[rank.name] = Liar(self.simulation, rank.name)
+                self.network.liars[rank.name] = Liar(self.simulation, rank.name, self._world.places)
             self.simulation.misled |= {role} if role in DECODES else {role, *self.decodes}
 
     def _be_rid_of(self, role: str) -> None:

@@ -42,6 +42,7 @@ class Process:
         self._turns = 0
         self.number = simulation.number()
         self.watches: list[SimulatedWatch] = []
+        self.attestations = set[bytes]()
         self.threads: list[Any] = []
         """Threads that end with it, by `die`."""
 
@@ -293,7 +294,9 @@ class Simulation:
         """Let hardware, and threads, go on until it is `over`, for so many seconds at most."""
         until = self.now + seconds
         while not over():
-            due = min((event for event in self._queue if event[0] <= until and event[1] in self._hardware), default=None)
+            due = min(
+                (event for event in self._queue if event[0] <= until and event[1] in self._hardware), default=None
+            )
             if due is None:
                 self.now = until
                 return over()
@@ -311,6 +314,10 @@ class Simulation:
         known, process = self.processes.get(name.pid), self._process()
         return None if known is None or process.lacks("descriptors to watch with") else SimulatedWatch(known, process)
 
+    def _attest(self, attestation: bytes, holds: bool) -> None:
+        attestations = self._process().attestations
+        attestations.add(attestation) if holds else attestations.discard(attestation)
+
     def _getpid(self) -> int:
         process = self.current
         return os.getpid() if process is None else -process.number if process.forked else process.number
@@ -323,7 +330,7 @@ class Simulation:
         names = [field.name for field in type(machine).__attrs_attrs__]
         before = {name: getattr(machine, name) for name in names}
         machine.monotonic, machine.time = lambda: self._process().monotonic(), lambda: self._process().time()
-        machine.getpid = self._getpid
+        machine.getpid, machine.attest = self._getpid, self._attest
         machine.sleep, machine.randbelow = self._sleep, self._randbelow
         machine.executor = lambda: SimulatedExecutor(self._process())
         machine.listener, machine.dialer = listener, dialer

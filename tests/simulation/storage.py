@@ -135,7 +135,11 @@ class SimulatedStore:
         """Bytes of a key."""
         self._call()
         size = len(self._kept[key][0]) if key in self._kept else None
-        return size if size is None or not self._strikes("storage lies", 0.2) else self._chance.choice((0, size + 1, 1 << 40))
+        return (
+            size
+            if size is None or not self._strikes("storage lies", 0.2)
+            else self._chance.choice((0, size + 1, 1 << 40))
+        )
 
 
 class RoomyStore(SimulatedStore):

@@ -219,9 +219,14 @@ def of_seed(seed: int) -> Story:
     span = chance.choice((2.0, 8.0, 30.0))
     count = chance.choice((1, 1, 2, 3, 5, 8))
     asks = sorted((_ask(chance, span, setup) for _ in range(count)), key=lambda ask: ask.at)
-    weights = FAULTS if not setup.host or chance.random() < 0.3 else FAULTS | STORAGE if chance.random() < 0.5 else STORAGE
+    weights = (
+        FAULTS if not setup.host or chance.random() < 0.3 else FAULTS | STORAGE if chance.random() < 0.5 else STORAGE
+    )
     kinds = chance.sample(sorted(weights), chance.choice((0, 1, 2, 3, 5)))
-    faults = [_fault(chance, {kind: weights[kind] for kind in kinds}, span, setup) for _ in range(chance.choice((1, 2, 4, 8)) if kinds else 0)]
+    faults = [
+        _fault(chance, {kind: weights[kind] for kind in kinds}, span, setup)
+        for _ in range(chance.choice((1, 2, 4, 8)) if kinds else 0)
+    ]
     numbered = (attrs.evolve(ask, id=n + 1) for n, ask in enumerate(asks))
     return Story(seed, setup, tuple(numbered), tuple(sorted(faults, key=lambda fault: fault.at)))
 
@@ -263,7 +268,11 @@ def _tiers(chance: random.Random) -> tuple[int, int, str, bool]:
     """The pages of the host, the policy, the storage, and whether a router listens."""
     if chance.random() < 0.7:
         return 0, 0, "", False
-    host, policy, store = chance.choice((4, 12, 40)), chance.randrange(3), chance.choice(("", "plain", "roomy", "roomy"))
+    host, policy, store = (
+        chance.choice((4, 12, 40)),
+        chance.randrange(3),
+        chance.choice(("", "plain", "roomy", "roomy")),
+    )
     return host, policy, store, chance.random() < 0.4
 
 

@@ -202,7 +202,9 @@ class RankTiers:
 
     def check_over(self) -> None:
         """Raise Violation for what waits for storage, or is not free, although no request is under way."""
-        slots = {name: (index.slots.free + index.slots.idle, index.slots.count) for name, index in self.cache.indexes.items()}
+        slots = {
+            name: (index.slots.free + index.slots.idle, index.slots.count) for name, index in self.cache.indexes.items()
+        }
         if self.cache.busy:
             raise Violation("hang", f"{self._rank}: tiers are busy")
         for name, (free, count) in slots.items():
