@@ -69,7 +69,7 @@ class Driver:
         """Descriptors that were readable at the last poll, until a turn has seen them; None if there was no poll."""
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
-        self._pid, self._asleep_until = os.getpid(), 0.0
+        self._pid, self._asleep_until = machine.getpid(), 0.0
         self.closed = False
         """Whether `close` was called."""
         self._restless = 0
@@ -178,9 +178,9 @@ class Driver:
 
     def check(self) -> None:
         """Raise LocalError or the node's failure if no turn is possible: when closed, in a fork, or after a failure."""
-        if os.getpid() != self._pid:
+        if machine.getpid() != self._pid:
             advice = "open a Source or Sink in the process that uses it, or start workers by spawn"
-            mine, yours = f"process {self._pid}", f"its fork {os.getpid()}"
+            mine, yours = f"process {self._pid}", f"its fork {machine.getpid()}"
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, self._name, mine, yours, advice)
         if self.failure is not None:
             raise self.failure
@@ -196,7 +196,7 @@ class Driver:
 
     def close(self, reason: str = "closed") -> None:
         """Say Goodbye, end the thread and release everything; a second call does nothing."""
-        if self.closed or os.getpid() != self._pid:
+        if self.closed or machine.getpid() != self._pid:
             return
         with self._lock:
             if self.closed:

@@ -1,21 +1,51 @@
-"""The services of the machine that a rank uses: clocks, randomness, sockets, a thread and processes."""
+"""The services of the machine that a rank uses: clocks, randomness, sockets, threads and processes."""
 
+import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from threading import Condition, Thread
+from typing import Any, Protocol
 
 import attrs
 
 from kvproto.net import Dialer, Listener
-from kvproto.transport.process import Watch, this_process
+from kvproto.transport.process import Watch, attest, this_process
 from kvproto.wire.messages import Process
+
+
+class Calls(Protocol):
+    """Calls that wait for threads."""
+
+    changed: Condition
+    added: Callable[[], object]
+    """Called when one more waits, with the lock."""
+
+    @property
+    def waiting(self) -> Collection[Any]:
+        """Those that have not begun."""
+
+    def serve(self) -> None:
+        """Do calls until there will be no more: the work of a thread."""
+
+    def take(self) -> Sequence[Any]:
+        """Begin the next calls, with the lock."""
+
+    def run(self, calls: Sequence[Any]) -> None:
+        """Do what has begun."""
+
+
+def _serve(calls: Calls, count: int) -> None:
+    for i in range(count):
+        Thread(target=calls.serve, name=f"tiers-{i}", daemon=True).start()
 
 
 @attrs.define
 class Machine:
     """The real services; a simulation assigns others before it opens a Source or Sink."""
 
+    getpid: Callable[[], int] = os.getpid
     sleep: Callable[[float], None] = time.sleep
     monotonic: Callable[[], float] = time.monotonic
     """Seconds that never go back, by which all timers run."""
@@ -25,9 +55,13 @@ class Machine:
     """A number from 0 on, below a bound, that nobody can guess."""
     executor: Callable[[], Executor] = lambda: ThreadPoolExecutor(1, "kvproto background")
     """Makes a thread for long work."""
+    serve: Callable[[Calls, int], None] = _serve
+    """Has so many threads do calls."""
+    wait_for: Callable[[Condition, Callable[[], bool], float], bool] = Condition.wait_for
     listener: Callable[..., Listener] = Listener
     dialer: Callable[..., Dialer] = Dialer
     process: Callable[[], Process] = this_process
+    attest: Callable[[bytes, bool], None] = attest
     watch: Callable[[Process], Watch | None] = Watch.of
 
 

@@ -339,6 +339,14 @@ class Session:
         request.timer = self.host.timers.at(min(now + limits.RESEND, request.until), partial(self._again, request))
         self.host.send(self.conn, request.frame)
 
+    def resend(self, now: float) -> None:
+        """Send all requests again, in order, as what was under way on the former connection is lost (KVP-SES-RESEND)."""
+        for request in [*self._pending.values()]:
+            if self.open and request.number in self._pending:
+                if request.timer is not None:
+                    request.timer.cancel()
+                self._again(request, now)
+
     def request(self, cls: type[Any], now: float, **fields: Any) -> int:
         """Compose and ask; if the request is longer than the peer accepts, the session is given up."""
         try:

@@ -140,6 +140,7 @@ class SinkSession(Session):
                 self.lose("the source has forgotten it")
             else:
                 self.reconnected()
+                self.resend(now)
             return
         self.session = message.session
         try:

@@ -137,9 +137,11 @@ class SourceEndpoint(Endpoint):
         if session is not None and hello.request < session.greeting:
             return  # it is late: the sink has greeted again since (KVP-SES-LATE)
         self._supersede(peer)
+        resumed = False
         if session is not None:
             self._greetings.pop(session.conn, None)
-            if session.greeting != hello.request:
+            resumed = session.greeting != hello.request
+            if resumed:
                 session.reconnected()
             session.conn, session.greeting, self._greetings[conn] = conn, hello.request, session.session
         else:
@@ -164,6 +166,8 @@ class SourceEndpoint(Endpoint):
             endpoints=self._endpoints,
         )
         session.notice(welcome)
+        if resumed:
+            session.resend(now)
 
     def _fresh(self) -> int:
         number = self._mint()

@@ -26,7 +26,6 @@ from kvproto.sink.registered_pool import LentSinkPool, RegisteredPool, begins_st
 from kvproto.sink.registered_pools import RegisteredPools
 from kvproto.sink.verification import Arrival, Verification
 from kvproto.transport.base import Transport
-from kvproto.transport.process import attestations
 from kvproto.wire.enums import ErrorCode, Feature, Proof
 from kvproto.wire.messages import Done, Grants, Register
 
@@ -350,7 +349,7 @@ class SourceLink:
             self.report(attrs.evolve(self._agreed, transports=self.endpoint.transports))
 
     def attest(self, attestation: bytes, holds: bool) -> None:
-        (attestations.add if holds else attestations.drop)(attestation)
+        machine.attest(attestation, holds)
 
     def map_memory(self, session: SinkSession, register: Register, described: Described) -> None:
         pools = self._pools

@@ -28,7 +28,6 @@ from kvproto.source.schedule import OVER, LastPart, Scheduler, Send
 from kvproto.source.sink_memory import SinkMemory
 from kvproto.transport import default
 from kvproto.transport.base import Transport, bells
-from kvproto.transport.process import attestations
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Register
 
@@ -192,7 +191,7 @@ class SourceNode:
         self._events.append(event)
 
     def attest(self, attestation: bytes, holds: bool) -> None:
-        (attestations.add if holds else attestations.drop)(attestation)
+        machine.attest(attestation, holds)
 
     def map_memory(self, session: SourceSession, register: Register, described: Described) -> None:
         self.memory.map(session, register, described)

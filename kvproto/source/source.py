@@ -83,6 +83,7 @@ class Source(EngineRank):
         the wrong type or a prompt without one of the geometry's axes, WRONG_PEER for a ticket of another engine or
         replica, TICKET_USED for one that was used before, DRAINING after `drain`, POOL_MOVED while asleep.
         """
+        self._driver.check()
         self._check_draining()
         self._check_awake("request")
         check_request(ticket, prompt, on_free, self.geometry)

@@ -6,7 +6,6 @@ to pages of its own.
 """
 
 import hashlib
-import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from math import lcm
@@ -20,6 +19,7 @@ from kvproto.copying.program import RankLayout, Window
 from kvproto.errors import U32, KvprotoError, PlanError, check_whole
 from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
 from kvproto.planning.plan import Route, plan
+from kvproto.rank.machine import machine
 from kvproto.tiers.host_copies import as_pool
 from kvproto.tiers.manifest import Data, ObjectReferences, manifest_key, names, object_key, object_length
 from kvproto.tiers.page_ids import Chain
@@ -105,7 +105,7 @@ class RelayoutReader:
         return best
 
     def _writers(self) -> list[_WriterEngine]:
-        if time.monotonic() - self._listed > FRESH:
+        if machine.monotonic() - self._listed > FRESH:
             engines: list[_WriterEngine] = []
             for key in sorted(self.store.keys("g")):
                 digest, _, page = key[2:].partition(".")
@@ -119,7 +119,7 @@ class RelayoutReader:
                         continue
                     if not any(engine.add(tokens, rank, bytes.fromhex(digest)) for engine in engines):
                         engines.append(_WriterEngine(tokens, rank, [bytes.fromhex(digest)]))
-            self._engines, self._listed = engines, time.monotonic()
+            self._engines, self._listed = engines, machine.monotonic()
         return self._engines
 
     def _read_from(self, engine: _WriterEngine, chain: Chain, first: int) -> Pages:

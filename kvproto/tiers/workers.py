@@ -1,12 +1,13 @@
 """Threads that wait for storage; a call that hangs delays neither requests nor the end of the process."""
 
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from threading import Condition, Thread
+from threading import Condition
 from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from kvproto.rank.machine import machine
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -26,11 +27,13 @@ class _Call(NamedTuple):
     """The most items in one call."""
 
 
-class _Queue:
+class CallQueue:
     """The calls of the threads; the threads do not refer to their `Workers`, so that it can be collected."""
 
     def __init__(self) -> None:
         self.changed = Condition()
+        self.added: Callable[[], object] = self.changed.notify
+        """Called when a call has come, with the lock."""
         self.waiting: deque[_Call] = deque()
         self.running: dict[Future[Any], float] = {}
         """Start of each call, on the monotonic clock."""
@@ -43,21 +46,23 @@ class _Queue:
                 self.changed.wait_for(lambda: self.waiting or self.over)
                 if not self.waiting:
                     return
-                calls = self._next()
-                self.running.update(dict.fromkeys((call.future for call in calls), time.monotonic()))
+                calls = self.take()
             if calls:
-                self._run(calls)
+                self.run(calls)
             del calls
 
-    def _next(self) -> list[_Call]:
-        """The next call, with those right behind it that can share it."""
+    def take(self) -> list[_Call]:
+        """With the lock: begin the next call, unless it was cancelled, with those right behind it that can share it."""
         first = self.waiting.popleft()
         calls = [first]
         while self.waiting and len(calls) < first.most and self.waiting[0].work == first.work:
             calls.append(self.waiting.popleft())
-        return [call for call in calls if call.future.set_running_or_notify_cancel()]
+        calls = [call for call in calls if call.future.set_running_or_notify_cancel()]
+        self.running.update(dict.fromkeys((call.future for call in calls), machine.monotonic()))
+        return calls
 
-    def _run(self, calls: Sequence[_Call]) -> None:
+    def run(self, calls: Sequence[_Call]) -> None:
+        """Do the work of calls that have begun."""
         first, results, error = calls[0], list[Any](), None
         try:
             results = [*first.work([call.item for call in calls])]
@@ -81,7 +86,7 @@ class _Queue:
             self.changed.notify_all()
         _cancel(dropped)
         with self.changed:
-            self.changed.wait_for(lambda: not self.running, seconds)
+            machine.wait_for(self.changed, lambda: not self.running, seconds)
 
 
 class Workers:
@@ -90,17 +95,16 @@ class Workers:
     def __init__(self, count: int, limit: float, most: int) -> None:
         """A call that takes more than `limit` seconds hangs; at most `most` calls may be waiting or running."""
         self.limit, self.most = limit, most
-        self._queue = _Queue()
+        self._queue = CallQueue()
         self._end = weakref.finalize(self, self._queue.end, LEAVE)
-        for i in range(count):
-            Thread(target=self._queue.serve, name=f"tiers-{i}", daemon=True).start()
+        machine.serve(self._queue, count)
 
     @property
     def hangs(self) -> bool:
         """Whether a call has run for longer than the limit."""
         with self._queue.changed:
             since = min(self._queue.running.values(), default=None)
-        return since is not None and time.monotonic() - since > self.limit
+        return since is not None and machine.monotonic() - since > self.limit
 
     @property
     def room(self) -> int:
@@ -120,7 +124,7 @@ class Workers:
         with self._queue.changed:
             if not self._queue.over:
                 self._queue.waiting.append(call)
-                self._queue.changed.notify()
+                self._queue.added()
                 return call.future
         _cancel([call])
         return call.future

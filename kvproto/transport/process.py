@@ -124,6 +124,11 @@ attestations = Attestations()
 os.register_at_fork(after_in_child=attestations.forked)
 
 
+def attest(attestation: bytes, holds: bool) -> None:
+    """Write that memory of this process is registered in a session, or remove that."""
+    (attestations.add if holds else attestations.drop)(attestation)
+
+
 def attested(pid: int, fd: int, attestation: bytes) -> bool:
     """Whether a process on this host has written an attestation to the file of its descriptor `fd`; raises OSError."""
     link = f"/proc/{pid}/fd/{fd}"

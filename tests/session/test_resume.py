@@ -59,6 +59,20 @@ def test_a_session_goes_on_over_a_new_connection(lost: type | None) -> None:
     world.serves()
 
 
+def test_requests_that_were_lost_are_sent_again_in_order_when_the_session_is_resumed() -> None:
+    """KVP-SES-RESEND: at once, so that nothing that is asked later overtakes them."""
+    world = Reconnected()
+    world.keep = lambda to, frame: world.hear(to, frame) and not isinstance(decode(frame), m.Transfer)
+    world.fetch("d0", ticket(), CONTENT)
+    world.fetch("d0", ticket(), CONTENT)
+    world.run()
+    world.broken, world.keep = 1, world.hear
+    before = len(world.of(m.Transfer))
+    world.sinks["d0"].returned("s0", world.now)
+    world.run()
+    assert [transfer.sequence for transfer in world.of(m.Transfer)[before:]] == [1, 2]
+
+
 def test_only_the_run_that_opened_a_session_resumes_it() -> None:
     """KVP-SES-RESUME: another rank, engine, run or role gets another session or none; the old one is not touched."""
     world = Heard()

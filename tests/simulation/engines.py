@@ -7,13 +7,16 @@ from typing import Any
 
 import attrs
 
-from kvproto import Fetch, KvprotoError, Options, Prompt, Request, Sink, Source, Ticket
+from kvproto import Fetch, KvprotoError, LocalError, Options, Prompt, Request, Sink, Source, Ticket
 from kvproto.events import Arrived, Event, Expired, Freed, Lost, PagesFree, PagesWanted, PoolFree, Undelivered
+from kvproto.tiers.page_cache import WritePolicy
 from kvproto.transport.inline.transport import InlineTransport
 from kvproto.wire.enums import ErrorCode
 from tests.simulation.memory import GROUP, WAYS, GhostPool, Place, SimulatedTransport
 from tests.simulation.simulated import Process, Simulation, Violation
-from tests.simulation.story import PREFILL, Ask, Setup
+from tests.simulation.storage import SimulatedStore
+from tests.simulation.story import PREFILLS, Ask, Setup
+from tests.simulation.tiering import Held, RankTiers
 
 RAISED = {
     ErrorCode.POOL_MOVED, ErrorCode.DRAINING, ErrorCode.TICKET_USED, ErrorCode.BUSY, ErrorCode.UNEXPECTED_MESSAGE,
@@ -26,18 +29,36 @@ NEVER = {
 """Codes with which nothing may be lost: nobody damages memory, and both sides are right."""
 
 
-def address(rank: int) -> str:
+_STEP = 0.05
+"""Seconds between steps of tiers that wait."""
+_CHILDS = 8000
+"""The number of a request that a forked child tries to make."""
+
+
+def address(role: str, rank: int) -> str:
     """The address of a prefill rank."""
-    return f"tcp://10.0.0.{rank + 1}:7000"
+    return f"tcp://10.0.{PREFILLS.index(role)}.{rank + 1}:7000"
 
 
 def ticket_of(seed: int, ask: Ask) -> Ticket:
     key = bytes([*seed.to_bytes(8, "little"), *ask.id.to_bytes(8, "little")])
-    return Ticket(key=key, engine=PREFILL, replica=0, deadline=max(int(ask.deadline * 1000), 1))
+    return Ticket(key=key, engine=PREFILLS[ask.of], replica=0, deadline=max(int(ask.deadline * 1000), 1))
+
+
+def tokens_of(ask: Ask, other: bool = False) -> list[int]:
+    return [ask.content + 1000 * other, *range(1, ask.tokens)]
 
 
 def prompt_of(ask: Ask, other: bool = False) -> Prompt:
-    return Prompt([ask.id + 1000 * other, *range(1, ask.tokens)])
+    return Prompt(tokens_of(ask, other))
+
+
+@attrs.frozen
+class World:
+    """What all engines reach."""
+
+    places: dict[bytes, Place]
+    store: SimulatedStore
 
 
 class Rank(Process):
@@ -45,6 +66,8 @@ class Rank(Process):
 
     door: Source | Sink
     ghost: GhostPool
+    asks: Mapping[Any, Any]
+    tiers: RankTiers | None = None
 
     def __init__(
         self,
@@ -53,14 +76,13 @@ class Rank(Process):
         role: str,
         rank: int,
         run: int,
-        places: dict[bytes, Place],
+        world: World,
         wall: float,
     ) -> None:
-        decode = role != PREFILL
-        super().__init__(simulation, f"{role}{rank}", run, setup.rates[decode], wall)
+        super().__init__(simulation, f"{role}{rank}", run, setup.rates[role not in PREFILLS], wall)
         simulation.processes[self.number] = self
-        self.setup, self.rank, self.role = setup, rank, role
-        self._places, self._pools = places, 0
+        self.setup, self.rank = setup, rank
+        self._world, self._pools = world, 0
         self.ghosts: dict[int, GhostPool] = {}
         """Pools that are not free yet, by the id of each."""
         self.retired: list[GhostPool] = []
@@ -71,7 +93,7 @@ class Rank(Process):
         self.wake()
 
     def _new_pool(self) -> GhostPool:
-        decode = self.role != PREFILL
+        decode = self.role not in PREFILLS
         tp = self.setup.decode if decode else self.setup.prefill
         self._pools += 1
         whose = self.number << 4 | self._pools & 15
@@ -87,7 +109,7 @@ class Rank(Process):
         if setup.way == "inline":
             transport: Any = InlineTransport(4096)
         else:
-            transport = SimulatedTransport(self, WAYS[setup.way], setup.part, setup.pace, self._places)
+            transport = SimulatedTransport(self, WAYS[setup.way], setup.part, setup.pace, self._world.places)
             transport.landed = lambda process: process.check()
         return Options(
             transports=[transport],
@@ -126,7 +148,7 @@ class Rank(Process):
         held = [ask for ask, holder in self.held() if holder is ghost]
         if held:
             raise Violation("freed too early", f"{self}: a pool is free in which request {held[0]} has pages")
-        for place in self._places.values():
+        for place in self._world.places.values():
             place.free = place.free or place.memory is ghost.memory
         ghost.give(list(ghost.owner))
         self.retired.append(ghost)
@@ -140,6 +162,11 @@ class Rank(Process):
         """Whether it takes nothing new."""
         return self.door.unready == "it drains"
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing of its requests and pools is under way."""
+        return not self.asks and len(self.ghosts) <= 1 and not self.door.quarantined
+
     def waiting(self) -> list[tuple[str, bool]]:
         """Requests that have not ended, for people, each with whether it was lost and only its pages are not free."""
         raise NotImplementedError
@@ -148,12 +175,39 @@ class Rank(Process):
         """Begin with a request."""
         raise NotImplementedError
 
+    def _begin(self, ask: Ask) -> object:
+        """The handle of a request, from kvproto."""
+        raise NotImplementedError
+
     def sleep(self, seconds: float) -> None:
         """Give the memory up for a while."""
         if not self.door.asleep and self.try_(self.door.sleep):
             self.simulation.after(seconds, lambda: self.call(self._wake))
 
+    def fork(self) -> None:
+        """Have a child of this process use what its parent has opened: it can do nothing with it."""
+        attempts: tuple[Callable[[], object], ...] = (
+            self.door.step,
+            self.door.next_timer,
+            lambda: self._begin(Ask(_CHILDS, 0.0, 1)),
+        )
+        self.forked = True
+        try:
+            for attempt in attempts:
+                try:
+                    attempt()
+                except LocalError as error:
+                    if error.code != ErrorCode.UNEXPECTED_MESSAGE:
+                        raise Violation("wrong error", f"a fork of {self}: {error}") from error
+                else:
+                    raise Violation("wrong state", f"a fork of {self} uses what its parent has opened")
+        finally:
+            self.forked = False
+
     def _wake(self) -> None:
+        if self.lacks("memory to allocate"):
+            self.simulation.after(0.5, lambda: self.call(self._wake))
+            return
         self.ghost = self._new_pool()
         self.door.wake(self.ghost.pool)
 
@@ -162,6 +216,8 @@ class Rank(Process):
         self.simulation.say(self, "closes")
         self.door.close()
         self.alive = False
+        if self.tiers is not None:
+            self.tiers.close()
         self.end()
 
     def kill(self) -> None:
@@ -170,6 +226,8 @@ class Rank(Process):
         self.die()
         with self.simulation.running(self):
             self.door.close()
+            if self.tiers is not None:
+                self.tiers.die()
         self.end()
 
     def end(self) -> None:
@@ -185,7 +243,8 @@ class Rank(Process):
             work()
         except KvprotoError as error:
             self.simulation.say(self, f"raises {error.code.name}")
-            if error.code not in RAISED and self.role not in self.simulation.misled:
+            short = self.ever_short and error.code == ErrorCode.INTERNAL
+            if error.code not in RAISED and not short and self.role not in self.simulation.misled:
                 raise Violation("wrong error", f"{self}: a right call raises {error}") from error
             self.simulation.reached[f"raises {error.code.name}"] += 1
             return False
@@ -201,23 +260,33 @@ class Prefilling:
     ghost: GhostPool
     pages: list[int] | None = None
     computed: int = 0
+    found: int = 0
+    """Tokens that tiers have found."""
+    held: Held | None = None
 
 
 class PrefillRank(Rank):
     """A prefill rank."""
 
     door: Source
+    tiers: RankTiers | None
 
     def _opened(self) -> Source:
         self.asks: dict[Request, Prefilling] = {}
-        listen = {rank: address(rank) for rank in range(self.setup.prefill)}
-        return Source(PREFILL, self.ghost.pool, listen, self.options())
+        listen = {rank: address(self.role, rank) for rank in range(self.setup.prefill)}
+        door, setup = Source(self.role, self.ghost.pool, listen, self.options()), self.setup
+        self.tiers = None
+        if setup.host:
+            store = self._world.store if setup.store else None
+            self.tiers = RankTiers(self, self.ghost, store, setup.host, [*WritePolicy][setup.policy], setup.pace)
+            self.tiers.tell(door.tell)
+        return door
 
     def hear_of(self, ask: Ask) -> None:
         """Accept a request, and begin to compute it."""
 
         def accept() -> None:
-            request = self.door.request(ticket_of(self.simulation.seed, ask), prompt_of(ask))
+            request = self._begin(ask)
             self.asks[request] = Prefilling(ask, request, self.ghost)
             step = ask.compute / ask.chunks
             self.simulation.after(step, lambda: self.call(lambda: self._compute(self.asks.get(request), step)))
@@ -225,6 +294,9 @@ class PrefillRank(Rank):
                 self.simulation.after(ask.fail, lambda: self.call(lambda: self._give_up(request)))
 
         self.try_(accept)
+
+    def _begin(self, ask: Ask) -> Request:
+        return self.door.request(ticket_of(self.simulation.seed, ask), prompt_of(ask))
 
     def _give_up(self, request: Request) -> None:
         if request in self.asks:
@@ -236,20 +308,42 @@ class PrefillRank(Rank):
             return
         ask, request, ghost = prefilling.ask, prefilling.request, prefilling.ghost
         if prefilling.pages is None:
-            prefilling.pages = ghost.take(ask.id, ask.tokens, granted=False)
+            prefilling.pages = self._pages(prefilling)
             if prefilling.pages is None:
                 self.simulation.reached["prefill out of pages"] += 1
-                self.simulation.after(0.3, lambda: self.call(lambda: self._compute(self.asks.get(request), step)))
+                later = 0.3 if self.tiers is None else 0.05
+                self.simulation.after(later, lambda: self.call(lambda: self._compute(self.asks.get(request), step)))
                 return
         prefilling.computed += 1
         end = ask.tokens * prefilling.computed // ask.chunks
-        ghost.write(ask.id, prefilling.pages, ask.tokens * (prefilling.computed - 1) // ask.chunks, end)
+        begin = max(prefilling.found, ask.tokens * (prefilling.computed - 1) // ask.chunks)
+        if begin < end:
+            ghost.write(ask.content, prefilling.pages, begin, end)
         table = {GROUP: prefilling.pages[: -(-end // ghost.page)]}
         if prefilling.computed == ask.chunks:
             self.try_(lambda: request.finish({GROUP: prefilling.pages or ()}))
             return
         self.try_(lambda: request.computed(table, end))
         self.simulation.after(step, lambda: self.call(lambda: self._compute(self.asks.get(request), step)))
+
+    def _pages(self, prefilling: Prefilling) -> list[int] | None:
+        """The pages of a request; None while there are too few, or storage is read."""
+        ask = prefilling.ask
+        if self.tiers is None:
+            return prefilling.ghost.take(ask.id, ask.tokens, granted=False)
+        if prefilling.held is None:
+            prefilling.held = self.tiers.begin(ask.content, tokens_of(ask))
+        pages = self.tiers.pages(prefilling.held, ask.tokens, self.simulation.draw("hold", ask.id) < 0.5)
+        if pages is not None:
+            prefilling.found = self.tiers.found(prefilling.held, ask.id, ask.tokens)
+        return pages
+
+    def turn(self) -> float | None:
+        seconds = super().turn()
+        if self.tiers is not None and self.alive:
+            soon, seconds = _STEP if self.tiers.step() else None, self.door.next_timer()
+            seconds = soon if seconds is None else seconds if soon is None else min(soon, seconds)
+        return seconds
 
     def hear(self, event: Event) -> None:
         super().hear(event)
@@ -260,8 +354,18 @@ class PrefillRank(Rank):
             name = type(event).__name__
             self.simulation.say(self, f"{name} {prefilling.ask.id}")
             self.simulation.reached[name] += 1
-            if prefilling.pages is not None and prefilling.ghost in self.ghosts.values():
+            if self.tiers is not None and prefilling.held is not None:
+                self.tiers.leave(prefilling.held, prefilling.ask.tokens * prefilling.computed // prefilling.ask.chunks)
+            elif prefilling.pages is not None and prefilling.ghost in self.ghosts.values():
                 prefilling.ghost.give(prefilling.pages)
+
+    @property
+    def over(self) -> bool:
+        return super().over and not (self.tiers is not None and self.tiers.cache.busy)
+
+    def sleep(self, seconds: float) -> None:
+        if self.tiers is None:  # which belong to one pool
+            super().sleep(seconds)
 
     def waiting(self) -> list[tuple[str, bool]]:
         return [(f"{self}: request {p.ask.id}, {p.request!r}", False) for p in self.asks.values()]
@@ -287,8 +391,8 @@ class DecodeRank(Rank):
         self.asks: dict[Fetch, Fetching] = {}
         self.arrived: set[int] = set()
         self.outcomes: dict[int, str] = {}
-        seed = address(self.rank % self.setup.prefill)
-        return Sink(f"decode-{self.role}", self.ghost.pool, {PREFILL: seed}, self.options())
+        seeds = {role: address(role, self.rank % self.setup.prefill) for role in PREFILLS[: self.setup.sources]}
+        return Sink(f"decode-{self.role}", self.ghost.pool, seeds, self.options())
 
     def hear_of(self, ask: Ask) -> None:
         """Fetch a request, with pages or without."""
@@ -298,18 +402,21 @@ class DecodeRank(Rank):
             self.simulation.reached["decode out of pages"] += 1
             return
         if pages is not None and ask.cached:
-            ghost.write(ask.id, pages, 0, ask.cached)
+            ghost.write(ask.content, pages, 0, ask.cached)
 
         def fetch() -> None:
-            ticket, prompt = ticket_of(self.simulation.seed, ask), prompt_of(ask, ask.other_prompt)
-            table = None if pages is None else {GROUP: pages}
-            fetch = self.door.fetch(ticket, prompt, table, cached=ask.cached, spans=ask.spans)
+            fetch = self._begin(ask, pages)
             self.asks[fetch] = Fetching(ask, fetch, ghost, pages)
             if ask.abort >= 0:
                 self.simulation.after(ask.abort, lambda: self.call(lambda: self._abort(fetch)))
 
         if not self.try_(fetch) and pages is not None:
             ghost.give(pages)
+
+    def _begin(self, ask: Ask, pages: list[int] | None = None) -> Fetch:
+        ticket, prompt = ticket_of(self.simulation.seed, ask), prompt_of(ask, ask.other_prompt)
+        table = None if pages is None else {GROUP: pages}
+        return self.door.fetch(ticket, prompt, table, cached=ask.cached, spans=ask.spans)
 
     def _abort(self, fetch: Fetch) -> None:
         if fetch in self.asks:
@@ -351,13 +458,14 @@ class DecodeRank(Rank):
         if isinstance(event, Arrived):
             if ask.other_prompt:
                 raise Violation("wrong byte", f"request {ask.id} arrived for another prompt")
-            fetching.ghost.check_arrived(ask.id, pages, 0, ask.tokens)
+            fetching.ghost.check_arrived(ask.content, pages, 0, ask.tokens)
             self.arrived.add(ask.id)
         if isinstance(event, Lost):
             self.outcomes[ask.id] = event.error.code.name
             # Data is lost with its connection, and then Done comes too early (KVP-STG-EARLY)
             cut = self.setup.way == "inline" and event.error.code == ErrorCode.UNEXPECTED_MESSAGE
-            if event.error.code in NEVER and not cut and self.role not in self.simulation.misled:
+            short = self.ever_short and event.error.code == ErrorCode.INTERNAL
+            if event.error.code in NEVER and not cut and not short and self.role not in self.simulation.misled:
                 raise Violation("wrong error", f"request {ask.id} was lost: {event.error}")
             fetching.lost = True
             if not event.pages_free:
@@ -377,7 +485,7 @@ class DecodeRank(Rank):
 
     def move(self) -> None:
         """Go on with another pool at once."""
-        if not self.door.asleep:
+        if not self.door.asleep and not self.lacks("memory to allocate"):
             before, self.ghost = self.ghost, self._new_pool()
             if not self.try_(lambda: self.door.move(self.ghost.pool)):
                 self.ghosts.pop(id(self.ghost.pool)).close()

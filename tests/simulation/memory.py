@@ -6,6 +6,7 @@ found where it should not be says where it comes from.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -64,6 +65,10 @@ def spare() -> int:
     return sum(map(len, _spare.values()))
 
 
+_MEMCMP = ctypes.CDLL(None).memcmp
+_MEMCMP.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+
+
 class GhostPool:
     """A rank's pool, with the owner of each page; free pages hold what nobody may ever see, and are used first."""
 
@@ -79,6 +84,7 @@ class GhostPool:
         self.pool = Pool(geometry_of(tp, page), {GROUP: bytes_}, rank=rank, axes="layer part page token head dim")
         self.labels: Labels = bytes_.view(np.uint32).reshape(shape)
         self._seen = np.empty_like(self.labels)
+        self._compared = bytes_.ctypes.data, self._seen.ctypes.data, length
         self.owner: dict[int, int] = {}
         """The request that may have each page written by peers, or that this side wrote there."""
         self._granted = np.zeros(PAGES, bool)
@@ -86,11 +92,15 @@ class GhostPool:
         self._blank(self.free_pages)
 
     def _blank(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._freed += 1
-            tokens = np.full(self.page, self.whose << 16 | self._freed, np.int64)
-            self.labels[:, :, page] = labels(_FREE, tokens, self.heads)
+        freed = np.arange(self._freed + 1, self._freed + len(pages) + 1)
+        self._freed += len(pages)
+        made = labels(_FREE, np.repeat(self.whose << 16 | freed, self.page), self.heads)
+        self.labels[:, :, list(pages)] = made.reshape(LAYERS, len(PARTS), len(pages), self.page, len(self.heads), 4)
         self._settle(pages)
+
+    def settle_all(self) -> None:
+        """Take what is here for right: whoever may have made it wrong is gone."""
+        self._seen[:] = self.labels
 
     def _settle(self, pages: Sequence[int]) -> None:
         where = list(pages)
@@ -115,6 +125,25 @@ class GhostPool:
         self._blank(pages)
         self.free_pages += pages
 
+    # of pages that tiers hand out
+
+    def fill(self, slots: Sequence[int]) -> None:
+        """Let tiers write pages, as they load them."""
+        self._granted[list(slots)] = True
+
+    def find(self, request: int, content: int, slots: Sequence[int], count: int) -> None:
+        """Hand pages to a request, whose first `count` tokens tiers have found; raises Violation for other rows."""
+        if count:
+            self.check_rows(content, slots, 0, count, "tiers have found")
+        self.owner |= dict.fromkeys(slots, request)
+        self._settle(slots)
+        self._blank(slots[count // self.page :])
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Have pages back, which tiers may keep as they are."""
+        for slot in slots:
+            self.owner.pop(slot, None)
+
     def _rows(self, pages: Sequence[int], first: int, end: int) -> tuple[npt.NDArray[np.int64], Any, Any]:
         tokens = np.arange(first, end)
         return tokens, np.asarray(pages, np.int64)[tokens // self.page], tokens % self.page
@@ -126,6 +155,11 @@ class GhostPool:
 
     def check_arrived(self, request: int, pages: Sequence[int], first: int, end: int) -> None:
         """Raise Violation unless the pages hold these tokens of the request; nobody may write them any more."""
+        self.check_rows(request, pages, first, end, "arrived")
+        self._settle(pages)
+
+    def check_rows(self, request: int, pages: Sequence[int], first: int, end: int, how: str) -> None:
+        """Raise Violation unless the pages hold these tokens of what a request is made from."""
         tokens, at, rows = self._rows(pages, first, end)
         here, wanted = self.labels[:, :, at, rows], labels(request, tokens, self.heads)
         differ = np.argwhere((here != wanted).any(-1))
@@ -133,12 +167,11 @@ class GhostPool:
             layer, part, token, head = differ[0]
             what = named(here[layer, part, token, head])
             where = f"layer {layer} part {part} token {first + token} head {self.heads[head]}"
-            raise Violation("wrong byte", f"request {request} arrived with {what} at {where}, {len(differ)} differ")
-        self._settle(pages)
+            raise Violation("wrong byte", f"request {request} {how} with {what} at {where}, {len(differ)} differ")
 
     def check(self) -> None:
         """Raise Violation if a page has changed that no peer may write."""
-        if self._role in self._simulation.misled or np.array_equal(self.labels, self._seen):
+        if self._role in self._simulation.misled or not _MEMCMP(*self._compared):
             return
         differ = (self.labels != self._seen).any((0, 1, 3, 4, 5)) & ~self._granted
         for page in np.flatnonzero(differ).tolist():
@@ -148,11 +181,10 @@ class GhostPool:
             raise Violation("stray write", f"{what} was written into page {page}, {whose}")
 
     def close(self) -> None:
-        """Close the pool, and keep its memory for another run."""
+        """Close the pool, and keep its memory for another run; peers that have mapped it may still read it in this one."""
         self.pool.close()
-        length = self.memory.length
         del self.labels, self.pool
-        _spare[length].append(self.memory)
+        self._simulation.after_all.append(lambda: _spare[self.memory.length].append(self.memory))
 
 
 # the transport
@@ -283,7 +315,7 @@ class SimulatedTransport(base.Transport):
             batches=False,
             incremental=way.incremental,
             poll_interval=pace,
-            summed_at_once=part,
+            summed_at_once=4 * part,
         )
 
     def delay(self) -> float:
@@ -306,10 +338,16 @@ class SimulatedTransport(base.Transport):
         owners = list[Process]()
 
         def connect(region: Region, path: str) -> MappedPlace:
+            if self.owner.lacks("memory to map"):
+                advice = "raise the memory limits"
+                raise RemoteError(ErrorCode.TRANSPORT_FAILED, path, "bytes mapped", "none", advice)
             place = self._places.get(bytes(base.handle_of(region, path, self.way.code).data))
             if place is None or not place.owner.alive:
                 advice = "connect to its successor"
                 raise RemoteError(ErrorCode.TRANSPORT_FAILED, path, "memory that is there", "none", advice)
+            if peer.attestation not in place.owner.attestations:
+                self.simulation.reached["memory of another refused"] += 1
+                raise RemoteError(ErrorCode.TRANSPORT_FAILED, path, "the peer's memory", "another's", "name your own")
             owners.append(place.owner)
             return MappedPlace(place)
 
@@ -341,7 +379,8 @@ class SimulatedTransport(base.Transport):
                 continue
             if not mapped.open:
                 raise Violation("unmapped", f"{self.owner} {uses} memory that it has unmapped")
-            if mapped.place.free and mapped.place.owner.alive and not self.simulation.misled:
+            roles = {self.owner.role, mapped.place.owner.role}
+            if mapped.place.free and mapped.place.owner.alive and not roles & self.simulation.misled:
                 raise Violation("freed too early", f"{self.owner} {uses} a pool of {mapped.place.owner} that is free")
 
     def begin_checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> Callable[[], dict[int, int]]:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from kvproto.errors import LocalError
 from kvproto.net import Dialer, Listener, limits
 from kvproto.session import Party
 from kvproto.wire.codec import message_class
+from kvproto.wire.enums import ErrorCode
 from tests.simulation.simulated import Process, Simulation
 
 _RECONNECT = 0.1
@@ -122,6 +124,9 @@ class Line:
         listener = self.network.listeners.get(str(self.key[-1]))
         now = self.network.simulation.now
         if listener is None or not listener.owner.alive or self.network.cut_until(self.pair) > now:
+            self._connect_later(_RECONNECT)
+            return
+        if self.owner.lacks("descriptors") or listener.owner.lacks("descriptors to accept with"):
             self._connect_later(_RECONNECT)
             return
         self._listener, self._forgotten = listener, False
@@ -258,6 +263,9 @@ class SimulatedDialer(Dialer):
     def send(self, key: tuple[Any, ...], frame: bytes, server: bytes | None = None) -> bool:
         line = self.lines.get(key)
         if line is None:
+            if self.owner.lacks("descriptors to dial with"):
+                advice = "raise the limit of open files (ulimit -n)"
+                raise LocalError(ErrorCode.INTERNAL, "address", "a descriptor for a connection", "none", advice)
             line = self.lines[key] = Line(self.network, self.owner, key, self.inbox)
         return line.send(frame)
 
@@ -285,6 +293,8 @@ class Network:
         """Functions that change the frame of this number, by sender's and receiver's names."""
         self.delivered: Callable[[str], None] = lambda kind: None
         """Called with the kind of each frame that comes."""
+        self.liars: dict[str, Callable[[bytes], Frames]] = {}
+        """What becomes of the frames of hostile processes, by name."""
 
     def listener(self, address: str, *_: Any, **__: Any) -> SimulatedListener:
         assert self.simulation.current is not None
@@ -314,7 +324,7 @@ class Network:
     def changed(self, pair: tuple[str, str], receiver: Process, number: int, frame: bytes) -> Frames:
         """The frames that come in place of this one."""
         sender = pair[1] if receiver.name == pair[0] else pair[0]
-        change = self.changes.pop((sender, receiver.name, number), None)
+        change = self.changes.pop((sender, receiver.name, number), None) or self.liars.get(sender)
         return [(frame, 0.0)] if change is None else change(frame)
 
     # faults

@@ -34,13 +34,17 @@ class Process:
 
     def __init__(self, simulation: Simulation, name: str, run: int, rate: float = 1.0, wall: float = 0.0) -> None:
         """`rate` is the speed of its clock, and `wall` the seconds by which its time of day is wrong."""
-        self.simulation, self.name, self.run = simulation, name, run
+        self.simulation, self.name, self.run, self.role = simulation, name, run, name.rstrip("0123456789")
         self.alive, self.stopped_until, self.gap = True, 0.0, 1e-4
-        self._rate, self._wall, self._began, self._jumped, self._ticks = rate, wall, simulation.now, 0.0, 0.0
+        self.short_until, self.ever_short, self.forked = 0.0, False, False
+        self._rate, self._wall, self._since, self._base, self._ticks = rate, wall, simulation.now, 1000.0, 0.0
         self._due: float | None = None
         self._turns = 0
         self.number = simulation.number()
         self.watches: list[SimulatedWatch] = []
+        self.attestations = set[bytes]()
+        self.threads: list[Any] = []
+        """Threads that end with it, by `die`."""
 
     def __str__(self) -> str:
         return self.name if self.run == 1 else f"{self.name}#{self.run}"
@@ -50,7 +54,7 @@ class Process:
     def monotonic(self) -> float:
         """This process's clock, which each reading moves on."""
         self._ticks += self.simulation.tick
-        return 1000.0 + (self.simulation.now - self._began) * self._rate + self._jumped + self._ticks
+        return self._base + (self.simulation.now - self._since) * self._rate + self._ticks
 
     def time(self) -> float:
         """This process's time of day."""
@@ -58,8 +62,27 @@ class Process:
 
     def jump(self, seconds: float) -> None:
         """Let the clock jump forward, as after a suspension of the machine."""
-        self._jumped += seconds
+        self._base += seconds
         self.wake()
+
+    def run_clock(self, rate: float) -> None:
+        """Let the clock run at another speed from now on; 0: it stands still."""
+        self._base, self._since = self._base + (self.simulation.now - self._since) * self._rate, self.simulation.now
+        self._rate = rate
+        self.wake()
+
+    # shortages
+
+    def run_short(self, seconds: float) -> None:
+        """Have neither descriptors nor memory left for a while."""
+        self.short_until, self.ever_short = max(self.short_until, self.simulation.now + seconds), True
+
+    def lacks(self, what: str) -> bool:
+        """Whether it cannot get one more of something now."""
+        lacks = self.short_until > self.simulation.now
+        if lacks:
+            self.simulation.reached[f"short of {what}"] += 1
+        return lacks
 
     # turns
 
@@ -100,7 +123,7 @@ class Process:
         with self.simulation.running(self):
             seconds = self.turn()
         if seconds is not None:
-            self.wake(max(seconds / self._rate, self.gap))
+            self.wake(max(seconds / (self._rate or 1.0), self.gap))
 
     def stop(self, seconds: float) -> None:
         """Let nothing of it run for a while, as after SIGSTOP."""
@@ -109,6 +132,8 @@ class Process:
     def die(self) -> None:
         """End at once; peers on the same host can see it."""
         self.alive = False
+        for thread in self.threads:
+            thread.die()
         for watch in self.watches:
             watch.end()
 
@@ -188,6 +213,8 @@ class Simulation:
         self.misled = set[str]()
         """Decode engines with a frame that was changed on its way: it may fail, and its own pages may go wrong."""
         self.events = 0
+        self.after_all: list[Callable[[], None]] = []
+        """Calls that release what is used again by other runs."""
 
     current: Process | None
 
@@ -261,32 +288,53 @@ class Simulation:
 
     def _sleep(self, seconds: float) -> None:
         """Let hardware go on meanwhile; all else comes late."""
+        self._wait(seconds, lambda: False)
+
+    def _wait(self, seconds: float, over: Callable[[], bool]) -> bool:
+        """Let hardware, and threads, go on until it is `over`, for so many seconds at most."""
         until = self.now + seconds
-        due = sorted(event for event in self._queue if event[0] <= until and event[1] in self._hardware)
-        for event in due:
-            self._queue.remove(event)
-            self.now = max(self.now, event[0])
-            event[2]()
-        heapq.heapify(self._queue)
-        self.now = until
+        while not over():
+            due = min(
+                (event for event in self._queue if event[0] <= until and event[1] in self._hardware), default=None
+            )
+            if due is None:
+                self.now = until
+                return over()
+            self._queue.remove(due)
+            heapq.heapify(self._queue)
+            self.now = max(self.now, due[0])
+            due[2]()
+        return True
 
     def _name(self) -> ProcessName:
         number = self._process().number
         return ProcessName(boot=_BOOT, namespace=_NAMESPACE, pid=number, start=number)
 
     def _watch(self, name: ProcessName) -> Watch | None:
-        known = self.processes.get(name.pid)
-        return None if known is None else SimulatedWatch(known, self._process())
+        known, process = self.processes.get(name.pid), self._process()
+        return None if known is None or process.lacks("descriptors to watch with") else SimulatedWatch(known, process)
+
+    def _attest(self, attestation: bytes, holds: bool) -> None:
+        attestations = self._process().attestations
+        attestations.add(attestation) if holds else attestations.discard(attestation)
+
+    def _getpid(self) -> int:
+        process = self.current
+        return os.getpid() if process is None else -process.number if process.forked else process.number
 
     @contextmanager
-    def installed(self, listener: Callable[..., Any], dialer: Callable[..., Any]) -> Iterator[None]:
+    def installed(
+        self, listener: Callable[..., Any], dialer: Callable[..., Any], serve: Callable[..., None]
+    ) -> Iterator[None]:
         """Let ranks run in this world."""
         names = [field.name for field in type(machine).__attrs_attrs__]
         before = {name: getattr(machine, name) for name in names}
         machine.monotonic, machine.time = lambda: self._process().monotonic(), lambda: self._process().time()
+        machine.getpid, machine.attest = self._getpid, self._attest
         machine.sleep, machine.randbelow = self._sleep, self._randbelow
         machine.executor = lambda: SimulatedExecutor(self._process())
         machine.listener, machine.dialer = listener, dialer
+        machine.serve, machine.wait_for = serve, lambda condition, over, seconds: self._wait(seconds, over)
         machine.process, machine.watch = self._name, self._watch
         try:
             yield
