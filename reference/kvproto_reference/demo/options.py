@@ -387,7 +387,12 @@ def _parser(role: str) -> argparse.ArgumentParser:
             "--images", action="store_true", help="take prompts with images, whose rows come from kvproto-encode in DIR"
         )
     if role == "engine":
-        add("--role", choices=ROLES, default="both", help="what it takes at first; the router may change it (default both)")
+        add(
+            "--role",
+            choices=ROLES,
+            default="both",
+            help="what it takes at first; the router may change it (default both)",
+        )
         engines = "engines in all, --replica 0 to N-1, each of which fetches from the others (default 1)"
         add("--sources", type=int, default=1, metavar="N", help=engines)
         key = "public.key of the engines, which is the same for all; for TCP"

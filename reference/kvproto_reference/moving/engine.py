@@ -27,6 +27,7 @@ from ..engine.sequence import TokenSequence
 from ..engine.world import World
 from ..errors import EngineError, code_of
 
+
 @attrs.define(eq=False)
 class Lent:
     """A request whose rows other engines may read."""

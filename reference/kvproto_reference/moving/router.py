@@ -13,6 +13,7 @@ import attrs
 from kvproto import new_ticket, write_ticket
 
 from ..demo.prompts import Prompt
+from ..demo.options import ROLES
 from ..demo.router import DEADLINE, EngineLine, Request
 from ..errors import EngineError
 from ..router.balance import BalancedRouter
@@ -85,6 +86,8 @@ class PeerRouter(BalancedRouter):
         """Connect to the engines 0 to `engines` - 1 in `folder`."""
         super().__init__(folder, NAME, engines, 0)
         self._note = note
+        self._switches: dict[str, tuple[str, Callable[[], None]]] = {}
+        """Roles that engines have yet to say that they have, and what is called then."""
         self._copies: dict[str, Copy] = {}
         self._moves: dict[str, Move] = {}
         """By the identity of the request's try."""
@@ -101,13 +104,10 @@ class PeerRouter(BalancedRouter):
                 if here != there and source.role in ("prefill", "both") and sink.role in ("decode", "both"):
                     yield here, there
 
-    def role(self, name: str) -> str:
-        """The role of an engine, as it has said."""
-        return self._known(name).role
-
     def running(self, name: str) -> list[Request]:
-        """The requests that an engine decodes."""
-        return [r for r in self.requests if r.engines[1:] == (name,) and r.arrived is not None and not r.over]
+        """The requests that an engine decodes, and that are not on their way to another."""
+        mine = (r for r in self.requests if r.engines[1:] == (name,) and r.id not in self._moves)
+        return [request for request in mine if request.arrived is not None and not request.over]
 
     def _known(self, name: str) -> EngineLine:
         if name not in self._engines:
@@ -116,16 +116,30 @@ class PeerRouter(BalancedRouter):
 
     # the three verbs
 
-    def switch(self, name: str, role: str) -> None:
+    def switch(self, name: str, role: str, ended: Callable[[], None] = lambda: None) -> None:
         """Have an engine take requests of another kind; what it has is finished, and its rows stay.
 
-        It says "ready" with its new role. Raises EngineError for an engine or a role that there is not.
+        `ended` is called once it says so. Raises EngineError for an engine that does not answer, or a role that there
+        is not.
         """
-        if role not in ("prefill", "decode", "both"):
-            raise EngineError(f"a role is prefill, decode or both, not {role!r}")
+        if role not in ROLES:
+            raise EngineError(f"a role is one of {', '.join(ROLES)}, not {role!r}")
         engine = self._known(name)
+        if not engine.takes:
+            raise EngineError(f"{name} {engine.said.format(path=engine.line.path)}")
+        self._switches[name] = role, ended
         engine.line.send("role", role=role)
-        engine.role = role  # nothing of the other kind is sent from now on
+        engine.role = role
+
+    def _ready(self, name: str, engine: EngineLine, word: dict[str, Any]) -> None:
+        super()._ready(name, engine, word)
+        role, ended = self._switches.get(name, ("", lambda: None))
+        if role == engine.role:
+            del self._switches[name]
+            self._note(f"{name} takes requests to {role}" if role != "both" else f"{name} takes all requests")
+            ended()
+        elif role:  # it said so before it was told
+            engine.role = role
 
     def copy(self, prompt: Prompt, here: str, there: str, ended: Callable[[Copy], None], of: str = "") -> Copy:
         """Copy rows of a text, as many pages as `here` has of its beginning, to where later requests find them."""

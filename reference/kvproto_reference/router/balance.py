@@ -60,6 +60,10 @@ class BalancedRouter(Router):
         """Whether a request could be sent to any pair of engines now."""
         return any(self._joined(pair) for pair in self._pairs())
 
+    def roles(self) -> dict[str, str]:
+        """The role of each engine that can have several and has said which it has."""
+        return {name: engine.role for name, engine in self._engines.items() if engine.role}
+
     def bell(self, descriptor: int) -> None:
         """Have a turn end when an eventfd becomes readable."""
         self._poller.register(descriptor, zmq.POLLIN)
