@@ -123,7 +123,7 @@ def copy(stage: Stage) -> dict[str, Any]:
 def move(stage: Stage, plan: Plan) -> dict[str, Any]:
     """A request with a long prompt goes to and fro between two decode engines of unequal pages and ranks."""
     moves: list[Move] = []
-    request = stage.ask(stage.prompt(plan.tokens), 8 * plan.moves + plan.max_new)
+    request = stage.ask(stage.prompt(plan.tokens, 20_000), 8 * plan.moves + plan.max_new)
     for number in range(plan.moves):
         stage.until(lambda more=8 * number + 8: len(request.tokens) >= more or request.over)
         if request.over:
@@ -161,8 +161,9 @@ def switch(stage: Stage, plan: Plan) -> dict[str, Any]:
     for number, text in enumerate(texts):
         requests.append(stage.ask(text))
         if number in (plan.requests // 3, 2 * plan.requests // 3):
-            began, role = time.monotonic(), "prefill" if number == plan.requests // 3 else "decode"
+            began, role = time.monotonic(), "decode" if told else "prefill"
             stage.router.switch("engine-2", role, lambda began=began: told.append(time.monotonic() - began))
+            stage.until(lambda wanted=len(told) + 1: len(told) == wanted)
         stage.until(lambda number=number: sum(not r.over for r in requests) < 8)
     stage.over(*requests)
     had = next(r for r in requests if r.engines[1] == "engine-2")

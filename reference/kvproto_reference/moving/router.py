@@ -119,14 +119,16 @@ class PeerRouter(BalancedRouter):
     def switch(self, name: str, role: str, ended: Callable[[], None] = lambda: None) -> None:
         """Have an engine take requests of another kind; what it has is finished, and its rows stay.
 
-        `ended` is called once it says so. Raises EngineError for an engine that does not answer, or a role that there
-        is not.
+        `ended` is called once it says so. Raises EngineError for an engine that does not answer, or is still to say so
+        of an earlier role, and for a role that there is not.
         """
         if role not in ROLES:
             raise EngineError(f"a role is one of {', '.join(ROLES)}, not {role!r}")
         engine = self._known(name)
         if not engine.takes:
             raise EngineError(f"{name} {engine.said.format(path=engine.line.path)}")
+        if name in self._switches:
+            raise EngineError(f"{name} has not said yet that its role is {self._switches[name][0]}")
         self._switches[name] = role, ended
         engine.line.send("role", role=role)
         engine.role = role
@@ -152,10 +154,10 @@ class PeerRouter(BalancedRouter):
 
     def move(self, request: Request, there: str, ended: Callable[[Move], None], ahead: bool = True) -> Move:
         """Have another engine decode a request on; `ahead`: its rows so far are copied before it stops."""
-        here = request.engines[1] if request.engines else ""
-        self._apart(here, there)
         if request.arrived is None or request.over or request.id in self._moves:
             raise EngineError("only a request that is being decoded moves, to one engine at a time")
+        here = request.engines[1]
+        self._apart(here, there)
         made = self._moves[request.id] = Move(request, here, there, ended, id=request.id)
         made.prefill, made.ranks = request.engines[0], request.arrived
         made.ticket = write_ticket(new_ticket(NAME, replica=_number(here), deadline=DEADLINE))
@@ -253,11 +255,13 @@ class PeerRouter(BalancedRouter):
 
     def _lost(self, name: str, engine: EngineLine) -> None:
         """End what an engine that has gone took part in; its requests are asked again."""
-        super()._lost(name, engine)
+        _, ended = self._switches.pop(name, ("", lambda: None))
+        ended()  # it begins again with the role that it was started with
         for copy in [c for c in self._copies.values() if name in (c.here, c.there)]:
             self._of_copy(copy, {"op": "failed", "error": f"{name} is gone"})
         for move in [m for m in self._moves.values() if name in (m.here, m.there)]:
             self._over(move, f"{name} is gone")
+        super()._lost(name, engine)
 
     def stop(self) -> None:
         """Stop all engines."""

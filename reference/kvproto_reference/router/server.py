@@ -132,7 +132,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _do(self, verb: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         try:
             body = self._body()
-            if not ip_address(self.client_address[0]).is_loopback:
+            client = ip_address(self.client_address[0].partition("%")[0])
+            if not (getattr(client, "ipv4_mapped", None) or client).is_loopback:
                 self._refuse(403, f"POST {self.path} is for clients of this host")
                 return
             self._json(200, verb(body))
