@@ -34,7 +34,7 @@ REPLICAS = 64
 FRAMEWORKS = ("torch", "jax", "jax.distributed")
 """The last is JAX with each rank in a process of its own."""
 ROLES = ("prefill", "decode", "both")
-"""What `kvproto-engine` takes."""
+"""Kinds of requests that `kvproto-engine` takes."""
 TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other installed transport (default shm)"
 
 
@@ -387,21 +387,23 @@ def _parser(role: str) -> argparse.ArgumentParser:
             "--images", action="store_true", help="take prompts with images, whose rows come from kvproto-encode in DIR"
         )
     if role == "engine":
-        add(
-            "--role",
-            choices=ROLES,
-            default="both",
-            help="what it takes at first; the router may change it (default both)",
-        )
-        engines = "engines in all, --replica 0 to N-1, each of which fetches from the others (default 1)"
-        add("--sources", type=int, default=1, metavar="N", help=engines)
-        key = "public.key of the engines, which is the same for all; for TCP"
-        add("--source-key", type=Path, metavar="FILE", help=key)
-        add("--quiet", action="store_true", help="do not report sources that come and go: the router does")
+        _add_peers(parser)
     if role == "decode":
         _add_sources(parser)
         add_captured(parser)
     return parser
+
+
+def _add_peers(parser: argparse.ArgumentParser) -> None:
+    """Add the options of engines that can do both."""
+    add = parser.add_argument
+    text = "kind of requests that it takes at first; the router may change it (default both)"
+    add("--role", choices=ROLES, default="both", help=text)
+    engines = "engines in all, --replica 0 to N-1, each of which fetches from the others (default 1)"
+    add("--sources", type=int, default=1, metavar="N", help=engines)
+    key = "public.key of the engines, which is the same for all; for TCP"
+    add("--source-key", type=Path, metavar="FILE", help=key)
+    add("--quiet", action="store_true", help="do not report sources that come and go: the router does")
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,11 @@ from .router import Copy, Move, PeerRouter
 
 _START, _LONG = 120.0, 120.0
 """Seconds in which engines start, and in which a part of the demo is over."""
-_ENGINES = (("prefill", []), ("decode", []), ("decode", ["--page-size", "32", "--tp", "2"]))
+_ENGINES: tuple[tuple[str, list[str]], ...] = (
+    ("prefill", []),
+    ("decode", []),
+    ("decode", ["--page-size", "32", "--tp", "2"]),
+)
 """The first role of each engine, and what sets it apart."""
 
 
@@ -93,6 +98,10 @@ class Stage:
             if time.monotonic() > end:
                 raise EngineError(f"not over after {_LONG:.0f} s")
 
+    def has(self, things: Sized, count: int) -> None:
+        """Serve until there are so many."""
+        self.until(lambda: len(things) >= count)
+
     def over(self, *requests: Request) -> None:
         """Wait for answers, and compare them."""
         self.until(lambda: all(request.over for request in requests))
@@ -110,7 +119,7 @@ def copy(stage: Stage) -> dict[str, Any]:
     copies: list[Copy] = []
     text = Prompt(name="", tokens=first.prompt.tokens + first.tokens)
     stage.router.copy(text, first.engines[1], "engine-0", copies.append)
-    stage.until(lambda: bool(copies))
+    stage.has(copies, 1)
     if copies[0].error:
         raise EngineError(copies[0].error)
     second = stage.ask(text.tokens + stage.words(" And then"))
@@ -125,12 +134,12 @@ def move(stage: Stage, plan: Plan) -> dict[str, Any]:
     moves: list[Move] = []
     request = stage.ask(stage.prompt(plan.tokens, 20_000), 8 * plan.moves + plan.max_new)
     for number in range(plan.moves):
-        stage.until(lambda more=8 * number + 8: len(request.tokens) >= more or request.over)
+        stage.until(partial(_has_written, request, 8 * number + 8))
         if request.over:
             raise EngineError(f"the request was over before it had moved {plan.moves} times: {request.error}")
         there = {"engine-1": "engine-2", "engine-2": "engine-1"}[request.engines[1]]
         stage.router.move(request, there, moves.append, ahead=number > 0)
-        stage.until(lambda wanted=number + 1: len(moves) == wanted)
+        stage.has(moves, number + 1)
         if moves[-1].error:
             raise EngineError(moves[-1].error)
     stage.over(request)
@@ -154,6 +163,14 @@ def _gaps(moves: Sequence[Move]) -> dict[str, Any]:
     }
 
 
+def _has_written(request: Request, tokens: int) -> bool:
+    return len(request.tokens) >= tokens or request.over
+
+
+def _since(told: list[float], began: float) -> None:
+    told.append(time.monotonic() - began)
+
+
 def switch(stage: Stage, plan: Plan) -> dict[str, Any]:
     """An engine that decodes is to prefill while requests come, and then to decode again; it keeps what it has."""
     texts = [stage.prompt(120, 400 * number) for number in range(plan.requests)]
@@ -161,15 +178,15 @@ def switch(stage: Stage, plan: Plan) -> dict[str, Any]:
     for number, text in enumerate(texts):
         requests.append(stage.ask(text))
         if number in (plan.requests // 3, 2 * plan.requests // 3):
-            began, role = time.monotonic(), "decode" if told else "prefill"
-            stage.router.switch("engine-2", role, lambda began=began: told.append(time.monotonic() - began))
-            stage.until(lambda wanted=len(told) + 1: len(told) == wanted)
-        stage.until(lambda number=number: sum(not r.over for r in requests) < 8)
+            count, ended = len(told) + 1, partial(_since, told, time.monotonic())
+            stage.router.switch("engine-2", "decode" if told else "prefill", ended)
+            stage.has(told, count)
+        stage.until(lambda: sum(not request.over for request in requests) < 8)
     stage.over(*requests)
     had = next(r for r in requests if r.engines[1] == "engine-2")
-    stage.router.switch("engine-2", "prefill", lambda: told.append(0.0))
-    stage.router.switch("engine-0", "decode", lambda: told.append(0.0))
-    stage.until(lambda: len(told) == 4)
+    for name, role in (("engine-2", "prefill"), ("engine-0", "decode")):
+        stage.router.switch(name, role, partial(_since, told, time.monotonic()))
+    stage.has(told, 4)
     again = stage.ask(had.prompt.tokens)
     stage.over(again)
     found = again.found.get("prefill", {}).get("device", 0)
@@ -196,7 +213,7 @@ def run(plan: Plan) -> tuple[dict[str, Any], bool]:
 
 
 def show(told: dict[str, Any]) -> str:
-    """What was measured, in a few lines."""
+    """The measurements in a few lines."""
     one, two, three, all_ = (told[name] for name in ("copy", "move", "switch", "answers"))
     lines = [
         f"copy: decode gave prefill the pages of {one['copied']} tokens in {1e3 * one['seconds']:.1f} ms; of the next"

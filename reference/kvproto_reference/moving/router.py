@@ -12,8 +12,8 @@ import attrs
 
 from kvproto import new_ticket, write_ticket
 
-from ..demo.prompts import Prompt
 from ..demo.options import ROLES
+from ..demo.prompts import Prompt
 from ..demo.router import DEADLINE, EngineLine, Request
 from ..errors import EngineError
 from ..router.balance import BalancedRouter
@@ -33,12 +33,12 @@ class Copy:
     """Called once it is over."""
     of: str = ""
     id: str = attrs.field(factory=lambda: secrets.token_hex(8))
-    ticket: str = ""
+    ticket: dict[str, Any] = attrs.Factory(dict)
     over: bool = False
     tokens: int = 0
     """Tokens whose rows were copied, or were there already."""
     cached: int = 0
-    """Those that were there already."""
+    """Tokens that were there already."""
     bytes: int = 0
     seconds: float = 0.0
     error: str = ""
@@ -58,7 +58,7 @@ class Move:
     """The rows that were copied while the request went on."""
     id: str = ""
     """The identity of the request's try."""
-    ticket: str = ""
+    ticket: dict[str, Any] = attrs.Factory(dict)
     prefill: str = ""
     """The prefill engine of the request, as long as it may come back to `here`."""
     ranks: list[dict[str, Any]] | None = None
@@ -149,7 +149,7 @@ class PeerRouter(BalancedRouter):
         made = Copy(here, there, prompt, ended, of)
         self._copies[made.id] = made
         made.ticket = write_ticket(new_ticket(NAME, replica=_number(here), deadline=DEADLINE))
-        self._engines[here].line.send("lend", **_text(made), **({"of": of} if of else {}))
+        self._engines[here].line.send("lend", **_text(made) | ({"of": of} if of else {}))
         return made
 
     def move(self, request: Request, there: str, ended: Callable[[Move], None], ahead: bool = True) -> Move:
@@ -218,8 +218,8 @@ class PeerRouter(BalancedRouter):
                 at = request.at
                 move.stopped, move.rows = max(at.get("tokens", 0.0), at.get("arrived", 0.0)), word["rows"]
                 request.engines, request.arrived, request.freed = (move.here, move.there), None, False
-                body = request.body(move.ticket) | {"generated": request.tokens}
-                self._engines[move.there].line.send("decode", **body)
+                asked = request.body(move.ticket) | {"generated": request.tokens}
+                self._engines[move.there].line.send("decode", **asked)
             case "stays":
                 request.engines, request.arrived, request.freed = (move.prefill, move.here), move.ranks, True
                 self._over(move, move.error or word["error"])

@@ -46,7 +46,7 @@ class RouterServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
     verbs: Verbs | None = None
-    """What POST /admin/... does from this host, for engines that can do both."""
+    """Answers to POST /admin/... from this host, for engines that can do both."""
 
     def __init__(self, address: tuple[str, int], service: Service, model: str, folder: Path) -> None:
         """Answer for a model whose checkpoint is in `folder`; raises EngineError if the address is in use."""
