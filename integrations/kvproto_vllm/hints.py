@@ -5,7 +5,8 @@
                                           "ticket": {...}, "tokens": 4096}}]}
 
 The router has asked the source for the same tokens by the same ticket. A hint is advice: one that cannot be followed is
-logged, and the prompt is computed here. Hashes are of the source's blocks, whose size may be another: they are not read.
+logged, and the prompt is computed here. Hashes are of the source's blocks, which may be of another size: they are left
+unread.
 """
 
 from __future__ import annotations

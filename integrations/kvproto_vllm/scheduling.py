@@ -175,7 +175,7 @@ class Scheduling:
 
     def _advised(self, request: Any) -> None:
         """A router's hint says where the pages of a prompt are: fetch them, if it can be followed."""
-        hint = self._hints and self._hints.read(getattr(request, "kv_hints", None))
+        hint = None if self._hints is None else self._hints.read(getattr(request, "kv_hints", None))
         if hint is None:
             return
         name, tokens = request.request_id, min(hint.tokens or request.num_prompt_tokens, request.num_prompt_tokens)
