@@ -130,7 +130,7 @@ def test_a_request_moves_to_and_fro(
         if ahead:  # the copy left only what came since, and the last page
             assert move.copy is not None
             assert (move.copy.error, move.copy.tokens > 0) == ("", True)
-            assert move.fetched <= move.rows - move.copy.tokens
+            assert move.fetched < move.rows - move.copy.tokens + 32  # whole pages there
     engines.until(lambda: request.over)
     assert request.tokens == engines.expected(request)
     assert request.tries == 1
