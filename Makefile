@@ -7,7 +7,7 @@ CORES := $(shell nproc)
 # Two more than there are cores, as tests of processes wait for each other.
 JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 2)))
 
-.PHONY: simulate simulate-faults deploy-test rolling demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage release wheel-test models acceptance bench fuzz wild demo-real clean
+.PHONY: simulate simulate-faults deploy-test rolling moving demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage release wheel-test models acceptance bench fuzz wild demo-real clean
 # $(VENV)/.X marks that what X needs is installed: EXTRAS of the distributions, and a group of pyproject.toml.
 $(VENV)/.demo: EXTRAS = kvproto[cli] kvproto-reference
 $(VENV)/.test: EXTRAS = kvproto[cli,objects,seal] kvproto-reference --group test
@@ -72,6 +72,10 @@ deploy-test: $(VENV)/.test | $(VENV)/debian/usr/bin/etcd $(VENV)/debian/usr/bin/
 # Every engine of four pairs is restarted under load, and one killed by -9 each minute, for ten minutes; the summary says what was lost.
 rolling: $(VENV)/.demo
 	@$(PY) -m kvproto_reference.router.rolling $(ARGS)
+
+# Three engines that can do both copy pages, move a running request and change roles, under load (docs/moving.md).
+moving: $(VENV)/.demo
+	@$(PY) -m kvproto_reference.moving $(ARGS)
 
 check: $(VENV)/.check
 	@$(VENV)/bin/ruff check .

@@ -78,6 +78,7 @@ SLOW = {
     "examples",
     "fuzz",
     "gpu",
+    "moving",
     "net/test_limits.py",
     "net/test_sockets.py",
     "node/test_bounds.py",

@@ -81,7 +81,9 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             hasattr(base.KVConnectorBase_V1, "has_pending_block_frees"),
             vllm_config.parallel_config.world_size,
         )
-        self._scheduling = Scheduling(self._settings, self._replica, *self._roles, *kinds, early, workers)
+        recomputes = getattr(transfer, "kv_load_failure_policy", "") == "recompute"
+        given = (*self._roles, *kinds, early, workers, recomputes)
+        self._scheduling = Scheduling(self._settings, self._replica, *given)
         self._tables, self._lost = BlockTables(), LostBlocks()
         self._gpu: torch.device | None = None
         self._zeroed = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))

@@ -9,9 +9,11 @@ from typing import Any
 
 import attrs
 
-from kvproto import KvprotoError, Prompt, Ticket, new_ticket
+from kvproto import KvprotoError, LocalError, Prompt, Ticket, new_ticket
+from kvproto.errors import ErrorCode
 from kvproto_engines.orders import Computed, Load, Orders, Tables
 from kvproto_engines.settings import kept
+from kvproto_vllm.hints import Hints
 from kvproto_vllm.params import answer, check_ours, prompt_of, read_params, shorten
 from kvproto_vllm.settings import Settings
 
@@ -125,16 +127,18 @@ class Scheduling:
 
     def __init__(
         self, settings: Settings, replica: int, producer: bool, consumer: bool, windows: bool = False,
-        states: bool = False, early: bool = True, workers: int = 1,
+        states: bool = False, early: bool = True, workers: int = 1, recomputes: bool = False,
     ) -> None:  # fmt: skip
         """`windows`: the engine gives up blocks that a sliding window has left. `states`: some layers have states.
 
         `early`: chunks are handed over while later ones are computed, as the engine waits a step for blocks that are
-        held rather than preempting one request after another.
+        held rather than preempting one request after another. `recomputes`: it computes prompts whose loads fail, so
+        that it may follow hints.
         """
         self.holds, self._early = Holds(workers), early
         self._settings, self._replica, self._roles = settings, replica, (producer, consumer)
         self._only, self._states = windows or states, states
+        self._hints = Hints(settings.sources) if consumer and recomputes else None
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         self._orders = Orders()
@@ -143,6 +147,7 @@ class Scheduling:
         """A request is new: workers answer sinks that come before it is computed."""
         asked = read_params(request.kv_transfer_params, *self._roles)
         if asked is None:
+            self._advised(request)
             return
         name, error, prompt = request.request_id, asked.error, None
         if asked.prefill is None:
@@ -168,13 +173,28 @@ class Scheduling:
             self._sends[name] = _Send(*wanted, asked.ticket is None, request.num_prompt_tokens)
             self._orders.requests[name] = wanted
 
+    def _advised(self, request: Any) -> None:
+        """A router's hint says where the pages of a prompt are: fetch them, if it can be followed."""
+        hint = None if self._hints is None else self._hints.read(getattr(request, "kv_hints", None))
+        if hint is None:
+            return
+        name, tokens = request.request_id, min(hint.tokens or request.num_prompt_tokens, request.num_prompt_tokens)
+        try:
+            if self._states and tokens < request.num_prompt_tokens:
+                raise LocalError(ErrorCode.STATE_POSITION, "tokens", "all of the prompt, for states", str(tokens))
+            whole = prompt_of(request)
+            prompt = Prompt(request.prompt_token_ids[:tokens], whole.adapter, whole.salts)
+            self._receives[name] = _Receive((kept(hint.ticket, self._settings.deadline), prompt), "")
+        except KvprotoError as refusal:
+            logger.warning("the hint of request %s is not followed: %s", name, refusal)
+
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
         """Tokens to fetch beyond those that this engine has, and whether between steps; no side effects.
 
         The last token of the prompt is left to this engine, which samples from it.
         """
-        wanted = request.num_prompt_tokens - 1 - computed
         receive = self._receives.get(request.request_id)
+        wanted = _last(request, receive) - computed
         if receive is None or receive.asked or wanted < 1:
             return 0, False
         return wanted, True
@@ -192,7 +212,7 @@ class Scheduling:
             self._orders.refused[name] = receive.error, blocks.get_block_ids()
         else:
             ticket, prompt = receive.wanted
-            tokens = len(prompt) - 1
+            tokens = _last(request, receive)
             load = Load(name, ticket, prompt, blocks.get_block_ids(), tokens - external, tokens)
             self._orders.loads.append(load)
 
@@ -254,6 +274,12 @@ class Scheduling:
     def taken(self, ranks: dict[str, tuple[int, ...]]) -> None:
         """Workers told which source ranks handed a request over."""
         self._orders.taken |= ranks
+
+
+def _last(request: Any, receive: _Receive | None) -> int:
+    """The token up to which a request is fetched: all but the last of its prompt, or what the ticket is for."""
+    most: int = request.num_prompt_tokens - 1
+    return most if receive is None or receive.wanted is None else min(most, len(receive.wanted[1]))
 
 
 def _scheduled(step: Any) -> Iterator[tuple[str, int]]:

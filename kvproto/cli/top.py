@@ -48,7 +48,9 @@ def _run(args: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be able to show all names
     with contextlib.suppress(KeyboardInterrupt), selectors.DefaultSelector() as selector:
-        feeds = [_FeedReader.open(path, selector) for path in args.feed]
+        feeds = [_FeedReader.open(path, selector, len(args.feed) > 1) for path in args.feed]
+        if all(feed.live and feed.ended for feed in feeds):
+            raise OSError("; ".join(feed.why for feed in feeds))
         if args.command == "top":
             _top(feeds, selector, args.once)
             return 0
@@ -76,9 +78,11 @@ class _RankState:
     ended: bool = False
     feed: str = ""
     """The feed's name, shown until its rank is known."""
+    sessions: Sequence[dict[str, Any]] = ()
 
     def hear(self, line: Line) -> None:
         series: _Series = {}
+        self.sessions = line.get("sessions", ())
         for sample in line["samples"]:
             labels = sample["labels"]
             self.who = tuple(str(labels[name]) for name in BASE)
@@ -89,12 +93,12 @@ class _RankState:
         """The sum of a metric's series whose labels include these values."""
         return _total(self.now[1], name, values)
 
-    def rate(self, name: str, *values: str) -> float:
-        """The increase of a metric per second, between the two latest lines."""
+    def rate(self, name: str, *values: str, unit: float = 1.0) -> str:
+        """The increase of a metric per second, between the two latest lines; empty if nobody tells any more."""
         seconds = self.now[0] - self.before[0]
-        if not self.before[1] or seconds <= 0:
-            return 0.0
-        return (self.total(name, *values) - _total(self.before[1], name, values)) / seconds
+        if self.ended or not self.before[1] or seconds <= 0:
+            return "" if self.ended else "0.0"
+        return f"{(self.total(name, *values) - _total(self.before[1], name, values)) / seconds / unit:.1f}"
 
     def quantile(self, share: float) -> str:
         """The upper end of the bucket that holds a quantile of the role's main phase, since the rank was opened."""
@@ -133,8 +137,8 @@ _COLUMNS: dict[str, Callable[[_RankState], str]] = {
     "suspect": _count("suspects"),
     "in flight": _count("in_flight"),
     "transfers": lambda state: f"{state.total('kvproto_transfers_total', state.good[0]):.0f}",
-    "per s": lambda state: f"{state.rate('kvproto_transfers_total', state.good[0]):.1f}",
-    "MB/s": lambda state: f"{state.rate('kvproto_bytes_total') / 1e6:.1f}",
+    "per s": lambda state: state.rate("kvproto_transfers_total", state.good[0]),
+    "MB/s": lambda state: state.rate("kvproto_bytes_total", unit=1e6),
     "p50": lambda state: state.quantile(0.5),
     "p99": lambda state: state.quantile(0.99),
     "lost": _count("transfers_total", "lost"),
@@ -167,7 +171,15 @@ def _top(feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, once: b
             troubled = state.total("kvproto_suspects") or state.total("kvproto_quarantined_pages")
             cells = (Text(printable(_COLUMNS[name](state))) for name in shown)
             table.add_row(*cells, style="yellow" if troubled else "")
-        return Group(table, Text(), *map(Text, latest[-_LATEST:]))
+        joined = Table(
+            "engine", "peer", "version", "transports", "features", box=None, header_style="bold", pad_edge=False
+        )
+        for state in states.values():
+            for each in () if state.ended else state.sessions:
+                told = (str(each.get(name, "")) for name in ("peer", "version", "transports", "features"))
+                joined.add_row(*(Text(printable(word)) for word in ("/".join(state.who[:3]), *told)))
+        below: list[Table | Text] = [joined, Text()] if joined.row_count else []
+        return Group(table, Text(), *below, *map(Text, latest[-_LATEST:]))
 
     def heard_twice() -> bool:
         return all(feed.ended or states[id(feed)].before[0] for feed in feeds)
@@ -181,6 +193,8 @@ def _top(feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, once: b
                 del latest[:-_LATEST]
         for feed in feeds:
             states[id(feed)].ended = feed.live and feed.ended
+            if states[id(feed)].ended and feed.follow(selector):  # its engine has been started again
+                states[id(feed)] = _RankState(feed=Path(feed.path).name)
 
     console = Console()
     if not console.is_terminal:
@@ -210,22 +224,35 @@ class _FeedReader:
     live: bool
     rest: bytes = b""
     ended: bool = False
+    why: str = ""
+    """The reason that nothing is followed."""
 
     @classmethod
-    def open(cls, path: str, selector: selectors.BaseSelector) -> _FeedReader:
-        """Open a socket, which is registered with the selector, or a file; raises OSError."""
+    def open(cls, path: str, selector: selectors.BaseSelector, several: bool = False) -> _FeedReader:
+        """Open a socket, which is registered with the selector, or a file; raises OSError.
+
+        If there are `several`, a socket without a writer is one that has ended, so that the others are followed.
+        """
         path = path.removeprefix("ipc://")
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return cls(path, open(path, "rb"), False)
+        feed = cls(path, None, True, ended=True)
+        if not feed.follow(selector) and not several:
+            raise OSError(feed.why)
+        return feed
+
+    def follow(self, selector: selectors.BaseSelector) -> bool:
+        """Connect to the writer that a socket has now, if it has one."""
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect(path)
+            connection.connect(self.path)
         except OSError as error:
             connection.close()
-            raise OSError(f"{path}: {error.strerror}: it has no writer, or eight followers already") from error
-        feed = cls(path, connection, True)
-        selector.register(connection, selectors.EVENT_READ, feed)
-        return feed
+            self.why = f"{self.path}: {error.strerror}: it has no writer, or eight followers already"
+            return False
+        self.file, self.rest, self.ended = connection, b"", False
+        selector.register(connection, selectors.EVENT_READ, self)
+        return True
 
     def take(self) -> Iterator[Line]:
         """The lines that have come; raises ValueError if this is not a feed."""
@@ -249,7 +276,9 @@ def _is_line(line: Any) -> bool:
     kind = line.get("kind") if isinstance(line, dict) else None
     if kind == "metrics":
         samples = line.get("samples")
-        return _is_number(line.get("time")) and isinstance(samples, list) and all(map(_is_sample, samples))
+        known, sessions = isinstance(samples, list) and all(map(_is_sample, samples)), line.get("sessions", [])
+        told = isinstance(sessions, list) and all(isinstance(each, dict) for each in sessions)
+        return _is_number(line.get("time")) and known and told
     return kind == "lost" or (kind == "event" and _is_number(line.get("time")))
 
 
@@ -286,6 +315,7 @@ def _lines_of(
             yield from ((key.data, line) for line in key.data.take())
             if key.data.ended:
                 selector.unregister(key.fileobj)
+                key.data.file.close()
 
 
 def _line_text(line: Line) -> str:

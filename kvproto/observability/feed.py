@@ -1,9 +1,9 @@
 """A feed of metrics and events for users on the same host, which `kvproto top` and `kvproto tail` follow.
 
 It is a Unix socket in a directory that only this user can enter. Each line is a JSON object whose `kind` is "metrics",
-with `samples`, once a second, or "event", with the fields of the record. The feed is only written: a follower that
-sends anything is disconnected, so that nothing can be changed through it. A slow follower loses lines, and is told how
-many, but holds nothing up.
+with `samples` and the `sessions` that are open, once a second, or "event", with the fields of the record. The feed is
+only written: a follower that sends anything is disconnected, so that nothing can be changed through it. A slow follower
+loses lines, and is told how many, but holds nothing up.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ _FOLLOWERS = 8
 _KEPT = 1 << 20
 """The most bytes that wait for one follower."""
 _EVENTS = 4096
+_SESSIONS = 256
+"""The most sessions in a line."""
 _EVERY = 1.0
 
 
@@ -52,9 +54,14 @@ class _Follower:
 class FeedServer:
     """The feed of one rank, written by a separate thread."""
 
-    def __init__(self, path: str | Path, ask: Callable[[], list[MetricSample]]) -> None:
-        """Listen at `path`; `ask` returns the metrics. Raises LocalError(OUT_OF_RANGE) for an unusable path."""
-        self._path, self._ask, self._pid = str(path), ask, os.getpid()
+    def __init__(
+        self, path: str | Path, ask: Callable[[], list[MetricSample]], sessions: Callable[[], Iterable[Any]] = list
+    ) -> None:
+        """Listen at `path`; `ask` returns the metrics, `sessions` the records of peers that are connected.
+
+        Raises LocalError(OUT_OF_RANGE) for an unusable path.
+        """
+        self._path, self._ask, self._sessions, self._pid = str(path), ask, sessions, os.getpid()
         self._listener = _listen(self._path)
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
         self._followers: dict[int, _Follower] = {}
@@ -139,7 +146,8 @@ class FeedServer:
             lines.append(_line(self._events.popleft()))
         if self._followers and (last or time.monotonic() >= self._due):
             self._due = time.monotonic() + _EVERY
-            lines.append(_line({"kind": "metrics", "time": time.time(), "samples": self._ask()}))
+            told = {"samples": self._ask(), "sessions": list(self._sessions())[:_SESSIONS]}
+            lines.append(_line({"kind": "metrics", "time": time.time(), **told}))
         for follower in self._followers.values():
             for line in lines:
                 follower.add(line)

@@ -118,6 +118,8 @@ class Observer:
     """Returns the values of gauges now; to be called under the node's lock."""
     counts: Counts | None = None
     feed: FeedServer | None = None
+    sessions: dict[str, Record] = attrs.Factory(dict)
+    """The record of each peer that is connected."""
     _second: int = 0
     _written: int = 0
     _left_out: int = 0
@@ -126,6 +128,10 @@ class Observer:
         """Count an event, log it, and pass it on to the feed."""
         if self.counts is not None:
             self.counts.hear(event)
+        if self.feed is not None and isinstance(event, e.Connected):
+            self.sessions[event.peer] = record_of(event)
+        elif isinstance(event, e.Disconnected):
+            self.sessions.pop(event.peer, None)
         level, followed = RECORDS[type(event)][0], self.feed is not None and self.feed.followed
         if isinstance(event, e.Connected) and (event.warnings or event.unstated):
             level = logging.WARNING  # the peer's model may be another

@@ -304,7 +304,8 @@ class EngineRank(Closing):
         feed = self.options.feed
         counts = Counts(machine.monotonic) if self.options.metrics or feed is not None else None
         path = str(feed).replace("{rank}", str(self.pool.rank)).replace("{role}", role)
-        opened = FeedServer(path, self.metrics) if feed is not None else None
+        connected = lambda: list(self._observer.sessions.values())  # noqa: E731
+        opened = FeedServer(path, self.metrics, connected) if feed is not None else None
         return Observer(base, lambda: starmap(partial(sample, base), self._gauges()), counts, opened)
 
     def _gauges(self) -> Iterator[tuple[str, tuple[str, ...], float]]:

@@ -25,6 +25,8 @@ from kvproto.wire.enums import ErrorCode, Feature, Proof, Role, word
 
 Admit = Callable[[Hashable, Party, int], None]
 
+_LEAVES = 0.5
+"""Seconds in which Transfers of other ranks arrive, before the sessions of a replica that uses no ticket end."""
 _MAX_REMEMBERED = 1 << 16
 """The most superseded sessions, and drained sessions, that are remembered."""
 
@@ -261,6 +263,18 @@ class SourceEndpoint(Endpoint):
     def refuses(self, ticket: bytes) -> bool:
         """Whether to refuse Transfers of a ticket; once one rank of a sink has asked, the others are served as well."""
         return self.draining and not self.tickets.is_asked(ticket)
+
+    def drain(self, now: float) -> None:
+        """Refuse new sessions and transfers from now on, and end sessions of sinks that need nothing more."""
+        self.draining = True
+        self.timers.at(now + _LEAVES, self._leave)
+
+    def _leave(self, now: float) -> None:
+        """End the sessions of replicas that use no ticket here, so that these hear of it before they ask in vain."""
+        served = {state.bound for state in self.tickets if state.users}
+        for session in [s for s in self.sessions.values() if s.open and s.peer.place[:2] not in served]:
+            session.goodbye("it drains")
+        self.timers.at(now + _LEAVES, self._leave)
 
     def goodbye(self, reason: str) -> None:
         """End every session in order, and refuse new ones."""

@@ -142,7 +142,7 @@ class SourceNode:
 
     def drain(self) -> None:
         """Finish what sinks have asked for and refuse all other requests (KVP-SES-DRAINING)."""
-        self.endpoint.draining = True
+        self.endpoint.drain(machine.monotonic())
         for state in list(self.tickets):
             if state.content is not None and not state.users:
                 self.refuse(state.request, _AWAY)

@@ -15,6 +15,11 @@ def decode() -> int:
     return _run("decode")
 
 
+def engine() -> int:
+    """`kvproto-engine`."""
+    return _run("engine", "moving")
+
+
 def encode() -> int:
     """`kvproto-encode`."""
     return _run("encode")

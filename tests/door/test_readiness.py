@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import kvproto.session.source_endpoint
 import kvproto.sink.node
 import kvproto.source.node
 from kvproto import KvprotoError, Options, Pool, Sink, Source, new_ticket
@@ -231,3 +232,29 @@ def test_a_sink_without_any_source_is_not_ready(tmp_path: Path) -> None:
         assert sink.unready == "it is connected to no source"
     with kvproto.Sink("decode", filled(), None, Options(thread=False, eager=False)) as sink:
         assert not sink.unready
+
+
+def test_a_source_that_drains_is_not_ready_without_a_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KVP-SES-DRAINING: it leaves a sink that needs nothing more, and refuses to be greeted."""
+    monkeypatch.setattr(kvproto.session.source_endpoint, "_LEAVES", 0.01)
+    with two(tmp_path, STEPPED) as both:
+        both.until(lambda: both.sink.ready)
+        both.source.drain()
+        until(both.sink, lambda: "DRAINING" in both.sink.unready, both.source)
+        assert not both.sink.ready
+        assert both.source.drained
+
+
+def test_a_source_that_drains_serves_what_was_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvproto.session.source_endpoint, "_LEAVES", 0.01)
+    with two(tmp_path, STEPPED) as both:
+        both.until(lambda: both.sink.ready)
+        request, fetch = both.asked([9, 0, 5])
+        both.turn(20)
+        both.source.drain()
+        both.turn(50)
+        assert both.sink.ready
+        request.finish({"kv": [3, 1, 2]})
+        both.until(lambda: fetch.done)
+        assert isinstance(fetch.result, Arrived)
+        until(both.sink, lambda: not both.sink.ready, both.source)

@@ -82,6 +82,57 @@ def test_top_shows_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert sink[:7] == ["decode/0", "0", "sink", "1", "0", "0", "3"]
 
 
+def test_top_shows_the_sessions_of_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those that began before it looked, and none that has ended."""
+    ways = [Options(thread=False, feed=tmp_path / name) for name in ("source", "sink")]
+    with two(tmp_path, *ways) as both:
+        serve(both, 1)
+        top = Command("top", "--once", tmp_path / "source", tmp_path / "sink")
+        both.until(lambda: not top.is_alive())
+        said = capsys.readouterr().out.splitlines()
+        rows = [line.split() for line in said[said.index("") + 1 :] if line]
+        assert rows[0] == ["engine", "peer", "version", "transports", "features"]
+        assert [row[0] for row in rows[1:]] == ["prefill/0/0", "decode/0/0"]
+        assert rows[2][1:6] == ["prefill", "rank", "0", "1.0", "shm"]
+        assert "VERIFY" in rows[2][6]
+        both.sink.disconnect("prefill")
+        both.until(lambda: not both.sink.ready)
+        alone = Command("top", "--once", tmp_path / "sink")
+        both.until(lambda: not alone.is_alive())
+    assert "transports" not in capsys.readouterr().out
+
+
+def test_a_dead_feed_does_not_stop_the_living(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of an engine that was killed; its rates are blank."""
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "feed-left"))
+    with followed(tmp_path) as (both, path):
+        serve(both, 2)
+        top = Command("top", "--once", tmp_path / "feed-left", path)
+        both.until(lambda: not top.is_alive())
+    assert top.ended() == 0
+    _, dead, living, *_ = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert dead[:3] == ["feed-left", "(silent)", "(ended)"]
+    assert living[:7] == ["decode/0", "0", "sink", "1", "0", "0", "2"]
+    assert not any("." in cell for cell in dead)
+    assert any("." in cell for cell in living)  # a rate
+
+
+def test_an_engine_that_starts_again_is_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal
+    monkeypatch.setattr("kvproto.cli.top._EVERY", 0.05)
+    (tmp_path / "other").mkdir(mode=0o700)
+    with followed(tmp_path / "other") as (_, living):
+        with followed(tmp_path) as (both, path):
+            top = Command("top", path, living)
+            until_followed(both)
+        with followed(tmp_path) as (again, _):
+            until_followed(again)
+    assert top.ended() == 0
+
+
 def test_an_engine_that_drains_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """KVP-SES-DRAINING: in `top` as long as it lasts, in `tail` and the log when it begins."""
     with followed(tmp_path) as (both, path):
@@ -128,6 +179,7 @@ BAD: dict[str, bytes] = {
     "no time": line(kind="event"),
     "a time that cannot be": line(kind="event", time=1e300),
     "no samples": line(**METRICS),
+    "sessions of another kind": line(**METRICS, samples=[], sessions=[1]),
     "samples of another kind": line(**METRICS, samples=[1]),
     "no labels": metrics({}),
     "text for a number": metrics(value="1"),

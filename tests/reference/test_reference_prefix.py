@@ -86,6 +86,34 @@ def test_no_page_is_lost_or_given_twice(deal: Any, steps: list[tuple[int, int, b
     assert cache.allocate(big, (14, 30)) == 0  # everything can be had again
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(0, 2)), max_size=20))
+def test_what_runs_is_found_while_it_runs(steps: list[tuple[int, int, int]]) -> None:
+    """Others read the rows of a sequence that goes on; none of its pages are given to anybody else."""
+    both = shards(1, 1, 4)
+    cache, running = PrefixCache([PageAllocator(40, 1), PageAllocator(40, 2)], both), list[TokenSequence]()
+    for kind, units, which in steps:
+        one = request([kind] * 4 * units + [9])
+        if cache.allocate(one, (units + 1, units + 1)) is None:
+            cache.free(running.pop(which % len(running)), 0)
+            continue
+        running.append(one)
+        finish(one)
+        cache.keep(one, one.valid)
+        again = request([*one.prompt, *one.generated])
+        found = cache.allocate(again, (0, 0))
+        assert found == one.valid // 4 * 4
+        for model in (0, 1):
+            assert found is not None
+            same = again.tables[model] == one.tables[model][: found // 4]
+            assert same or sum(s.prompt == one.prompt for s in running) > 1  # another has left the same rows first
+        cache.free(again, found)
+        assert all(len({*t}) == len(t) for s in running for t in s.tables)
+    for one in running:
+        cache.free(one, one.valid)
+    assert cache.available == [40, 40]
+
+
 def test_runs_that_go_on_in_the_next_page_keep_nothing() -> None:
     target, draft = shards(2, 3, 4)
     pages = PageAllocator(8), PageAllocator(8)

@@ -129,6 +129,19 @@ def prefix_hits(alone: sg.Alone, over: Over, one: Any, two: Any, seed: int) -> I
         yield f"{tokens}, {said}: the pages that were there were fetched again"
 
 
+def moves(alone: sg.Alone, over: Over, one: Any, two: Any, seed: int) -> Iterator[str]:
+    """A request is aborted where vLLM decodes it, after some tokens, and SGLang goes on with it."""
+    (prompt,), running = prompts(1, 150, 151, seed), new_name()
+    wanted, most = alone.run(prompt)[0], sg.MOST // 2
+    one.add(running, prompt, 300)
+    while one.rounds(running) < most:
+        pass
+    one.abort(running)
+    ((tokens, said),) = over(one, two, [prompt + wanted[:most]], sg.MOST - most)
+    if wanted[:most] + tokens != wanted:
+        yield f"{wanted[:most]} and {tokens}, not {wanted}: {said}"
+
+
 def strangers(prefill: sg.Engine, decode: sg.Engine, model: Path, folder: str) -> Iterator[str]:
     """Engines that do not fit, and one that is not there: a request to each fails and says why."""
 
@@ -215,8 +228,11 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
             ]
             for route, over, one, two in routes:
                 finds = model in CACHED if two is engines["vllm"] else two is decode and not states
-                for case in (same_tokens, one_bit, *[one_state_bit] * states, same_tokens, *[prefix_hits] * finds):
-                    found = list(case(alone, over, one, two, next(seeds)))
+                moving = [moves] * (one is engines["vllm"] and not states)
+                cases = (same_tokens, one_bit, *[one_state_bit] * states, same_tokens, *[prefix_hits] * finds, *moving)
+                for case in cases:
+                    seed = 900 if case is moves else next(seeds)
+                    found = list(case(alone, over, one, two, seed))
                     wrong += sg.told(f"{model}: {route}: {case.__name__.replace('_', ' ')}", found)
         readers: dict[str, HandOver] = {"SGLang, page 64": lambda asked: read_by_sglang(prefill, asked, states)[1]}
         readers |= {others[name][0]: handed_over(engines[name]) for name in REFERENCES if name in engines}

@@ -54,7 +54,16 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
     handler = logging.Handler()  # after vLLM has configured its own
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("vllm.kvproto").addHandler(handler)
+    logging.getLogger("vllm.kvproto").setLevel(logging.WARNING)  # what vLLM was told to show is errors alone
     _Steps(pipe, engine, messages, FETCHED).run(began)
+
+
+def _envelope(hints: Any) -> Any:
+    """vLLM's own structure of hints."""
+    import msgspec
+    from vllm.v1.kv_hints import KvHintsEnvelope
+
+    return msgspec.convert(hints, KvHintsEnvelope)
 
 
 class _Steps:
@@ -129,9 +138,10 @@ class _Steps:
             logprobs=logprobs or None,
         )
         prompt = {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}
-        self.engine.add_request(
-            request, prompt, sampling, lora_request=LoRARequest(lora[0], number, lora[1]) if lora else None
-        )
+        known = {"lora_request": LoRARequest(lora[0], number, lora[1]) if lora else None}
+        if hints := (more or {}).get("hints"):
+            known["kv_hints"] = _envelope(hints)
+        self.engine.add_request(request, prompt, sampling, **known)
 
     def _step(self) -> None:
         for request in self.core.scheduler.requests.values():

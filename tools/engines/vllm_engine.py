@@ -117,7 +117,7 @@ class Engine(Child):
     ) -> None:  # fmt: skip
         """`values` is how many log probabilities of each place come in `self.values`.
 
-        `more` are `salt`, a tenant, and `lora`, the name and the folder of an adapter.
+        `more` are `salt`, a tenant, `lora`, the name and the folder of an adapter, and `hints`, a router's envelope.
         """
         self.pipe.send(("add", request, tokens, most, params, *([values, more] if values or more else [])))
 

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from tools.engines import vllm_cases as cases
+from tools.engines import vllm_moving as moving
 from tools.engines.vllm_distance import apart, handed_over
 from tools.engines.vllm_engine import Engine
 from tools.engines.vllm_models import make, make_adapter
@@ -81,6 +82,14 @@ PAIRS = [
         ],
         often=True,
         distance=True,
+    ),
+    Pair(
+        "Llama, block 64 and block 32, which both prefill and decode for each other",
+        {"model": "llama", "block_size": 64, "max_num_batched_tokens": 96, "enable_prefix_caching": True},
+        {"model": "llama", "enable_prefix_caching": True},
+        [moving.next_turn, moving.moves, moving.hints, cases.left_idle],
+        ("recompute", "recompute"),
+        often=True,
     ),
     CROWDED,
     Pair("MLA, block 16", MLA, MLA, [cases.same_tokens, cases.one_bit, cases.left_idle], often=True),
@@ -215,7 +224,7 @@ PAIRS = [
         {"model": "llama", "block_size": 64, "tensor_parallel_size": 2, "enable_prefix_caching": False},
         {"model": "llama", "enable_prefix_caching": True},
         [
-            cases.same_tokens, cases.one_bit, cases.ticket_beforehand, cases.prefix_hits, cases.aborts,
+            cases.same_tokens, cases.one_bit, cases.ticket_beforehand, cases.prefix_hits, moving.hints, cases.aborts,
             cases.left_idle, cases.killed_other,
         ],
     ),

@@ -16,7 +16,7 @@ from tools.specgen.lint import RegistryError
 from tools.specgen.registry import ROOT, Facts, moves
 
 ASSETS = ROOT / "spec/assets"
-_ALSO = tuple(ROOT / f"docs/assets/{name}.svg" for name in ("architecture", "ownership", "strides"))
+_ALSO = tuple(ROOT / f"docs/assets/{name}.svg" for name in ("architecture", "moving", "ownership", "strides"))
 STYLE = """<style>
   svg { color: #24292f; }
   @media (prefers-color-scheme: dark) { svg { color: #d8dee4; } }

@@ -1,6 +1,7 @@
 """`kvproto-decode`: fetches the caches of target and draft by ticket and decodes speculatively."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -68,6 +69,8 @@ class Job:
     sequence: TokenSequence
     fetches: dict[int, Fetch] = attrs.Factory(dict)
     """The fetch of each rank in this process, once it has begun; ranks that kvproto refused at once are missing."""
+    end: int | None = None
+    """The token up to which rows are fetched, if not all of the prompt."""
     claim: Claim | None = None
     """The claim on its pages, where they are claimed only when they are of use."""
     cached: int = 0  # tokens of the prompt that this engine had already
@@ -79,8 +82,15 @@ class Job:
     """Ranks on which nothing can write the pages any more."""
     dropped: bool = False
     """Whether it was given up while it was fetched."""
+    moved: bool = False
+    """Whether another engine has decoded it, and its rows have not arrived here yet."""
     gave_way: int = 0
     """The number of times that it lost its pages while it was decoded."""
+
+
+def rows_of(sequence: TokenSequence) -> Prompt:
+    """The tokens whose rows decode has to have before its next step, as both engines state them."""
+    return Prompt(sequence.text(0, sequence.due), sequence.adapter_name, sequence.salts)
 
 
 class DecodeProcess(EngineProcess):
@@ -88,9 +98,10 @@ class DecodeProcess(EngineProcess):
 
     def __init__(self, options: EngineOptions, world: World) -> None:
         super().__init__(options, world)
-        self.doors = self.sinks = {
+        self.sinks = {
             rank: Sink(options.name, pool, options.seeds, options.kvproto()) for rank, pool in self.pools.items()
         }
+        self.doors = {rank: (sink,) for rank, sink in self.sinks.items()}
         self._lines = Lines(self.sinks, options.seeds)
         if options.found is not None:
             options.found.follow(*self.sinks.values())
@@ -304,7 +315,8 @@ class DecodeProcess(EngineProcess):
             return
         try:
             sequence = self.sequence(word)
-            job = Job(word["id"], read_ticket(word["ticket"]), sequence.asked, sequence)
+            job = Job(word["id"], read_ticket(word["ticket"]), rows_of(sequence), sequence)
+            job.moved = bool(sequence.generated)
             self.check_room(sequence.rows())
         except (EngineError, KvprotoError) as error:
             self.tell("failed", id=word["id"], error=str(error), code=code_of(error))
@@ -326,7 +338,7 @@ class DecodeProcess(EngineProcess):
             if cached is None:
                 return
             self._admission.begin()
-            if job.sequence.generated:
+            if job.sequence.generated and not job.moved:
                 self._come_back(job.sequence, cached)
             else:
                 self._begin(job, cached, later)
@@ -338,7 +350,9 @@ class DecodeProcess(EngineProcess):
         how: dict[str, Any] = {"spans": self.options.spans} if later else {"pages": self.tables(job.sequence)}
         for rank, sink in self.sinks.items():
             try:
-                fetch = job.fetches[rank] = sink.fetch(job.ticket, job.prompt, cached=self._first(job), **how)
+                fetch = job.fetches[rank] = sink.fetch(
+                    job.ticket, job.prompt, cached=self._first(job), tokens=job.end, **how
+                )
                 self._ids[fetch] = job.id
             except KvprotoError as error:
                 said = {"error": str(error), "code": code_of(error)}
@@ -431,22 +445,29 @@ class DecodeProcess(EngineProcess):
             self._free_lost(job)
             return
         self._received(job)
-        self.target.begin(job.sequence.tables[0], job.cached)
-        self.target.arrived(job.sequence.tables[0], len(job.prompt))
+        self.arrived(job, words)
+
+    def arrived(self, job: Job, words: Sequence[dict[str, Any]]) -> None:
+        """Decode a request whose rows have arrived; `words` are those of all ranks."""
+        sequence = job.sequence
+        self.target.begin(sequence.tables[0], job.cached)
+        self.target.arrived(sequence.tables[0], len(job.prompt))
         said = next(w["first"] for w in words if w["first"])
         handed = {part: bytes.fromhex(data) for part, data in said.items()}
-        first, how = int.from_bytes(handed["token"], "little"), job.sequence.sampling
+        first, how = int.from_bytes(handed["token"], "little"), sequence.sampling
         if self._cold:
             self._begin_draft(job)
-        job.sequence.append([first])
-        if how.logprobs is not None:
-            job.sequence.logprobs = [logprobs.from_parts(handed, first, how.logprobs)]
-        job.sequence.hidden = self._hidden(handed.get(HIDDEN))
+        of_tokens: dict[str, Any] = {"tokens": [], "logprobs": []}
+        if not job.moved:
+            sequence.append([first])
+            if how.logprobs is not None:
+                sequence.logprobs = [logprobs.from_parts(handed, first, how.logprobs)]
+            of_tokens = {"tokens": [first], "logprobs": sequence.logprobs}
+        job.moved, sequence.hidden = False, self._hidden(handed.get(HIDDEN))
         fields = [{k: w[k] for k in ("seconds", "bytes", "checksums")} for w in words]
-        of_tokens = {"tokens": [first], "logprobs": job.sequence.logprobs}
         self.tell("arrived", id=job.id, ranks=fields, cached=job.cached, found=job.found, **of_tokens)
-        self._of[job.sequence] = job
-        self._admission.run(job.sequence)
+        self._of[sequence] = job
+        self._admission.run(sequence)
 
     def _hidden(self, handed: bytes | None) -> Tensor | None:
         """Hidden states for the head's next row, as prefill handed them over, or zeros for a cold start."""
@@ -458,7 +479,8 @@ class DecodeProcess(EngineProcess):
     def _begin_draft(self, job: Job) -> None:
         """Give the draft rows of a prompt of which prefill had none: zeros, or what it computes from the tokens."""
         assert self.draft is not None
-        table, prompt, step = job.sequence.tables[1], job.sequence.prompt, self.options.chunk
+        table, step = job.sequence.tables[1], self.options.chunk
+        prompt = job.sequence.text(0, job.sequence.due)
         if self.options.cold_draft == "zero":
             self.draft.clear(table[self.draft.shard.pages(job.cached) :])
             return

@@ -33,6 +33,8 @@ PORTS = 256
 REPLICAS = 64
 FRAMEWORKS = ("torch", "jax", "jax.distributed")
 """The last is JAX with each rank in a process of its own."""
+ROLES = ("prefill", "decode", "both")
+"""Kinds of requests that `kvproto-engine` takes."""
 TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other installed transport (default shm)"
 
 
@@ -94,6 +96,8 @@ class EngineOptions:
     transport: str
     devices: tuple[int, ...]
     """GPUs of the ranks, in turn; empty: the host."""
+    role: str = ""
+    """Of an engine that can do both: one of ROLES, with which it begins; empty for the others."""
     pull: bool = False
     """Whether decode reads the pages, instead of prefill writing them."""
     spread: Spread = "even"
@@ -225,6 +229,7 @@ class EngineOptions:
 
     def kvproto(self) -> Options:
         """kvproto's options for the Source or Sink of a rank."""
+        doors = "-{role}" if self.role else ""
         options = Options(
             transports=(self.transport,),
             measured=self.costs.measured if self.costs else (),
@@ -235,7 +240,7 @@ class EngineOptions:
             insecure=self.insecure,
             keys=self.keys,
             metrics=self.probes is not None,
-            feed=self.folder / f"feed-{self.name}-{self.replica}-{{rank}}" if self.feed else None,
+            feed=self.folder / f"feed-{self.name}-{self.replica}-{{rank}}{doors}" if self.feed else None,
         )
         return options if self.part is None else attrs.evolve(options, part_bytes=self.part)
 
@@ -253,7 +258,7 @@ _COUNTS = (
 
 
 def parse(role: str, argv: list[str] | None) -> EngineOptions:
-    """The options of `kvproto-prefill` or `kvproto-decode` from its command line; raises EngineError."""
+    """The options of `kvproto-prefill`, `kvproto-decode` or `kvproto-engine`; raises EngineError."""
     args = _parser(role).parse_args(argv)
     if args.part is not None and args.part < 1:
         raise EngineError(f"--part must be at least 1, not {args.part}")
@@ -311,10 +316,11 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         verify=not args.no_verify,
         insecure=args.insecure,
         keys=args.keys,
-        seeds=_seeds(args) if role == "decode" else {},
-        found=_found(args) if role == "decode" else None,
+        role=vars(args).get("role", ""),
+        seeds={} if role == "prefill" else _seeds(args),
+        found=None if role == "prefill" else _found(args),
         register=etcd_of(args.register) if vars(args).get("register") else None,
-        seed={"prefill": 1, "decode": 2}[role],
+        seed={"prefill": 1, "decode": 2, "engine": 3}[role],
     )
 
 
@@ -380,10 +386,24 @@ def _parser(role: str) -> argparse.ArgumentParser:
         add(
             "--images", action="store_true", help="take prompts with images, whose rows come from kvproto-encode in DIR"
         )
+    if role == "engine":
+        _add_peers(parser)
     if role == "decode":
         _add_sources(parser)
         add_captured(parser)
     return parser
+
+
+def _add_peers(parser: argparse.ArgumentParser) -> None:
+    """Add the options of engines that can do both."""
+    add = parser.add_argument
+    text = "kind of requests that it takes at first; the router may change it (default both)"
+    add("--role", choices=ROLES, default="both", help=text)
+    engines = "engines in all, --replica 0 to N-1, each of which fetches from the others (default 1)"
+    add("--sources", type=int, default=1, metavar="N", help=engines)
+    key = "public.key of the engines, which is the same for all; for TCP"
+    add("--source-key", type=Path, metavar="FILE", help=key)
+    add("--quiet", action="store_true", help="do not report sources that come and go: the router does")
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
@@ -407,6 +427,10 @@ def _address(args: argparse.Namespace) -> str:
 
 def _seeds(args: argparse.Namespace) -> dict[tuple[str, int], Seed]:
     """The sources of decode, from the file of --seeds or from the other options."""
+    key = _key(args.source_key)
+    if vars(args).get("role"):
+        others = (n for n in range(args.sources) if n != args.replica)
+        return {(args.name, n): Seed(rank_address(_address(args), n, 0), key) for n in others}
     if args.seeds is not None:
         found = read_sources(args.seeds, args.insecure)
         if not found:
@@ -414,12 +438,13 @@ def _seeds(args: argparse.Namespace) -> dict[tuple[str, int], Seed]:
         return found
     if isinstance(args.sources, str):
         return {}
-    key = _key(args.source_key)
     return {(args.source, n): Seed(rank_address(_address(args), n, 0), key) for n in range(args.sources)}
 
 
 def _found(args: argparse.Namespace) -> FoundSources | None:
     """The sources that a directory names; raises LocalError."""
+    if vars(args).get("role"):
+        return None
     if not isinstance(args.sources, str) or args.seeds is not None:
         return None
     return read_found(args.sources, args.source_keys or args.source_key)

@@ -53,10 +53,11 @@ class PrefillProcess(EngineProcess):
         outside = None if options.advertise is None else self._places(options.advertise, options.replica)
         own = options.advertise is not None and "{replica}" in options.advertise
         listen = self._places(options.address, 0 if own and options.address.startswith("tcp") else options.replica)
-        self.doors = self.sources = {
+        self.sources = {
             rank: Source(options.name, pool, listen, options.kvproto(), advertise=outside)
             for rank, pool in self.pools.items()
         }
+        self.doors = {rank: (source,) for rank, source in self.sources.items()}
         if options.register is not None:
             for source in self.sources.values():
                 self.listed.append(Registration(options.register, source, self.options.layout.dp))

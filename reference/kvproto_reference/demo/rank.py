@@ -41,8 +41,8 @@ class EngineProcess:
     engine. Replicas that share experts take their turns together, each with requests, pools and pages of its own.
     """
 
-    doors: Mapping[int, Source] | Mapping[int, Sink]
-    """kvproto's Source or Sink of each hosted rank; subclasses open them."""
+    doors: Mapping[int, Sequence[Source | Sink]]
+    """kvproto's Source, Sink or both of each hosted rank; subclasses open them."""
 
     def __init__(self, options: EngineOptions, world: World) -> None:
         self.options, self.ranks, self._world = options, options.layout.ranks, world
@@ -147,7 +147,7 @@ class EngineProcess:
         """Serve until stopped, drained or unable to go on; returns the exit status."""
         if 0 in self.pools:
             self._control = Control(self.options.folder, f"{role}-{self.options.replica}")
-        doors = self.doors.values()
+        doors = [door for own in self.doors.values() for door in own]
         probes = Probes(self.options.probes, *doors) if self.options.probes and 0 in self.pools else None
         signal.signal(signal.SIGTERM, self._terminated)
         signal.signal(signal.SIGUSR1, self._put_to_sleep)
@@ -207,7 +207,8 @@ class EngineProcess:
         busy = self.busy and self.status is None
         if busy and self._world.replicas == 1:  # as all ranks know
             return True
-        fds, say = [self._bell, *(door.fileno() for door in self.doors.values())], busy or bool(self.said)
+        doors = (door for own in self.doors.values() for door in own)
+        fds, say = [self._bell, *(door.fileno() for door in doors)], busy or bool(self.said)
         if self.rows is not None:
             fds += [sink.fileno() for sink in self.rows.sinks.values()]
         if self._control is not None:
@@ -221,8 +222,9 @@ class EngineProcess:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         said, self.said = self.said, []
-        for rank, door in self.doors.items():
-            said += [{**word, "rank": rank} for event in door.events() for word in self.words(rank, event)]
+        for rank, own in self.doors.items():
+            heard = ((door, event) for door in own for event in door.events())
+            said += [{**word, "rank": rank} for door, event in heard for word in self.heard(door, rank, event)]
         said += self.rows.hear() if self.rows is not None else []
         return said + (self._control.receive() if self._control is not None else [])
 
@@ -234,7 +236,7 @@ class EngineProcess:
             self.said += self.rows.lines.turn()
         if not self.draining:
             return
-        drained = {rank for rank, door in self.doors.items() if door.drained}
+        drained = {rank for rank, own in self.doors.items() if all(door.drained for door in own)}
         self.said += [{"op": "drained", "rank": rank} for rank in drained - self._drained]
         if self._drain_until is not None and time.monotonic() >= self._drain_until and 0 in self.pools:
             self._drain_until = None
@@ -261,6 +263,10 @@ class EngineProcess:
         """Compute one step of something, if there is anything."""
         raise NotImplementedError
 
+    def heard(self, door: Source | Sink, rank: int, event: Event) -> Said:
+        """Words for an event of one of a rank's doors."""
+        return self.words(rank, event)
+
     def words(self, rank: int, event: Event) -> Said:
         """Words with what the other ranks have to know of an event of kvproto."""
         if isinstance(event, PoolFree):
@@ -281,7 +287,7 @@ class EngineProcess:
         """Take the pools back from all peers, to wake with other memory once they are free."""
         if self._slept is None and self._elsewhere is not None:
             self._slept = set()
-            for door in self.doors.values():
+            for (door,) in self.doors.values():
                 door.sleep("the engine sleeps")
 
     def on_slept(self, rank: int, word: dict[str, Any]) -> None:
@@ -292,7 +298,7 @@ class EngineProcess:
             self.rest()
             self.forget_rows()
             self.pools = self._elsewhere()
-            for each, door in self.doors.items():
+            for each, (door,) in self.doors.items():
                 door.wake(self.pools[each])
             self._slept = None
             self.tell("woke")
@@ -314,8 +320,9 @@ class EngineProcess:
         if self.draining:
             return
         self.draining, self._drain_until = True, time.monotonic() + self.options.drain_for
-        for door in self.doors.values():
-            door.drain()
+        for own in self.doors.values():
+            for door in own:
+                door.drain()
         self.tell("draining")
 
     def on_drained(self, rank: int, word: dict[str, Any]) -> None:
@@ -357,7 +364,7 @@ class EngineProcess:
         self.tell("settled", rank=rank, left=word["left"], pages=word["pages"])
 
     def sequence(self, word: dict[str, Any]) -> TokenSequence:
-        """The request that a word of the router asks for.
+        """The request that a word of the router asks for, maybe with tokens that another engine has generated.
 
         Raises EngineError for tokens or sampling out of range, and LocalError for an adapter that is not here.
         """
@@ -367,14 +374,18 @@ class EngineProcess:
             raise EngineError(
                 f"the request asks for logprobs {sampling.logprobs}, the engine has {has}: --max-logprobs"
             )
-        if not word["prompt"] or not 0 <= min(word["prompt"]) <= max(word["prompt"]) < self._vocab:
+        tokens, generated = [*word["prompt"], *word.get("generated", ())], word.get("generated", [])
+        if not word["prompt"] or not 0 <= min(tokens) <= max(tokens) < self._vocab:
             raise EngineError(f"a prompt has at least one token, each from 0 to {self._vocab - 1}")
+        if len(generated) >= word["max_new"]:
+            raise EngineError(f"{len(generated)} tokens of {word['max_new']} are generated: nothing is left to decode")
         images = [bytes.fromhex(digest) for digest in word.get("images", ())]
         if images and self.kept is not None:
             raise EngineError("pages on the host are found by tokens, not by images: leave --host-pages out")
         return TokenSequence(
             prompt=word["prompt"],
             max_new=word["max_new"],
+            generated=list(generated),
             sampling=sampling,
             tokenizer=self.tokenizer,
             adapter=chosen(self.options.adapters, word.get("adapter", "")),
@@ -403,6 +414,6 @@ class EngineProcess:
             torch.cuda.synchronize(self.device)
 
     def tables(self, sequence: TokenSequence) -> dict[str, Sequence[int]]:
-        """A sequence's page tables by group name."""
+        """A sequence's page tables by group name, for the rows that its next step needs."""
         tables = dict(zip(self.pages, sequence.tables, strict=True))
-        return page_tables(self.geometry, tables, len(sequence.prompt), self.shards[0].span)
+        return page_tables(self.geometry, tables, sequence.due, self.shards[0].span)

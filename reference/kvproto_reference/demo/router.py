@@ -76,6 +76,13 @@ class Request:
     at: dict[str, float] = attrs.Factory(dict)
     """Times at which this try was asked, and the last word of each op came, by time.monotonic."""
 
+    def body(self, ticket: Any) -> dict[str, Any]:
+        """The fields of the words with which both engines are asked."""
+        prompt = self.prompt
+        body = {"id": self.id, "ticket": ticket, "prompt": prompt.tokens, "max_new": self.max_new}
+        how = {"sampling": attrs.asdict(prompt.sampling), "adapter": prompt.adapter, "cache_salt": prompt.cache_salt}
+        return body | how
+
     @property
     def over(self) -> bool:
         """Whether it has finished or failed."""
@@ -107,6 +114,8 @@ class EngineLine:
     """Whether it has said that it is ready, and is not lost since."""
     takes: bool = False
     """Whether it takes requests."""
+    role: str = ""
+    """The requests that it takes, if it can take others too: those of "prefill", of "decode" or of "both"."""
     sources: frozenset[int] = frozenset()
     """For decode, the prefill replicas that answer it."""
     said: str = "does not run: nothing listens at {path} (an engine that ended says why where it was started)"
@@ -130,7 +139,7 @@ class Router:
 
         `prefill` and `decode` are the numbers of replicas; `encoder` says whether there is one for images.
         """
-        self._replicas = {"prefill": prefill, "decode": decode}
+        self._replicas = self._counts(prefill, decode)
         names = [f"{role}-{replica}" for role, count in self._replicas.items() for replica in range(count)]
         names += [ENCODER] if encoder else []
         self._engines = {name: EngineLine(Line(folder, name)) for name in names}
@@ -146,6 +155,10 @@ class Router:
         """The last "settled" word by engine and rank: how many requests have left pages that are stored now."""
         self._told = time.monotonic()
         """The time at which an engine last said something about a request, by time.monotonic."""
+
+    def _counts(self, prefill: int, decode: int) -> dict[str, int]:
+        """The number of engines of each name."""
+        return {"prefill": prefill, "decode": decode}
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -234,12 +247,9 @@ class Router:
             request.id, request.engines, request.tries = secrets.token_hex(8), pair, request.tries + 1
             request.at["asked"] = time.monotonic()
             ticket = new_ticket(self._prefill_name, replica=_number(pair[0]), deadline=DEADLINE)
-            prompt = request.prompt
-            body = {"id": request.id, "ticket": write_ticket(ticket), "prompt": prompt.tokens,
-                    "max_new": request.max_new, "sampling": attrs.asdict(prompt.sampling)}  # fmt: skip
+            prompt, body = request.prompt, request.body(write_ticket(ticket))
             if request.lost:
                 self._note(f"{prompt.name!r} is asked again, with a new ticket")
-            body |= {"adapter": prompt.adapter, "cache_salt": prompt.cache_salt}
             rows = self._encode(request) if prompt.images else {}
             for name, op in zip(pair, ("prefill", "decode"), strict=True):
                 self._engines[name].line.send(op, **body, **rows)
@@ -289,16 +299,20 @@ class Router:
             case "peer" if self.requests and word["event"] in _SAYS:
                 self._note(_SAYS[word["event"]].format(**{"error": "", **word, "name": f"{name} rank {word['rank']}"}))
             case _:
-                request = next((r for r in self.requests if r.id and r.id == word.get("id")), None)
+                request = self._request(word.get("id"))
                 if request is not None and self._of(
                     name, request, word
                 ):  # None: a try that failed, or another router's
                     on_news(request)
 
+    def _request(self, id: str | None) -> Request | None:
+        """The request of which this is the present try."""
+        return next((r for r in self.requests if r.id and r.id == id), None)
+
     def _ready(self, name: str, engine: EngineLine, word: dict[str, Any]) -> None:
         was = engine.takes and len(engine.sources) >= self._needs(name)
         engine.there = engine.takes = True
-        engine.sources = frozenset(word.get("sources", ()))
+        engine.sources, engine.role = frozenset(word.get("sources", ())), word.get("role", "")
         if name.startswith("decode"):
             engine.said = "runs, and no prefill engine answers it"
             if "plan" in word:

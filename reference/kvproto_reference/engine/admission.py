@@ -67,6 +67,10 @@ class Admission:
         """Decode a request from now on."""
         insort(self.running, sequence, key=self._came.__getitem__)
 
+    def rest(self, sequence: TokenSequence) -> None:
+        """Decode a request no more, though it keeps its pages and its place, until it is run again or forgotten."""
+        self.running.remove(sequence)
+
     def grow(self, give_way: Callable[[TokenSequence], None]) -> None:
         """Give all running requests the pages of their next step.
 
@@ -86,7 +90,7 @@ class Admission:
 
     def forget(self, sequence: TokenSequence) -> None:
         """Forget a request that is over, wherever it is."""
-        del self._came[sequence]
+        self._came.pop(sequence, None)
         for place in (self.waiting, self.running):
             if sequence in place:
                 place.remove(sequence)

@@ -51,13 +51,16 @@ class PrefixCache:
         """Units, the least recently used first."""
         self._held: dict[TokenSequence, list[_Unit]] = {}
 
-    def allocate(self, sequence: TokenSequence, need: Sequence[int], spare: Sequence[int] = ()) -> int | None:
+    def allocate(
+        self, sequence: TokenSequence, need: Sequence[int], spare: Sequence[int] = (), most: int | None = None
+    ) -> int | None:
         """Give a sequence `need` pages of each pool, or all that are kept of its beginning if these are more.
 
-        Returns how many of its tokens they hold already; None, taking nothing, while too few pages are free, or would
-        be if `spare` pages of each pool were taken too.
+        Returns how many of its tokens they hold already, at most `most`; None, taking nothing, while too few pages are
+        free, or would be if `spare` pages of each pool were taken too.
         """
         found = self._find(self._sought(sequence), sequence.salts)
+        found = found if most is None or not self.unit else found[: most // self.unit]
         for unit in found:
             unit.users += 1
         fresh = [max(n - len(found) * each, 0) for n, each in zip(need, self._each, strict=True)]
@@ -110,6 +113,19 @@ class PrefixCache:
             if before.before is not None:
                 before.before.users += 1
         self._free_pages([sequence.tables[m][kept * each :] for m, each in enumerate(self._each)])
+
+    def keep(self, sequence: TokenSequence, valid: int) -> None:
+        """Let others find the first `valid` rows of a sequence, in whole units, while it goes on with its pages."""
+        held, tokens = self._held[sequence], sequence.text(0, sequence.length)
+        for i in range(len(held), valid // self.unit if self.unit else 0):
+            key = self._key(held[-1] if held else sequence.salts, tokens, i * self.unit)
+            if key in self._units:  # another sequence has left the same unit, in other pages
+                return
+            pages = tuple(sequence.tables[m][i * each : (i + 1) * each] for m, each in enumerate(self._each))
+            if held:
+                held[-1].users += 1
+            held.append(_Unit(held[-1] if held else None, pages, users=1))
+            self._units[key] = held[-1]
 
     def clear(self) -> None:
         """Forget all rows that no sequence uses."""

@@ -108,6 +108,14 @@ class SpeculativeDecoder:
                 self.draft.run(behind)
         return [gained.get(sequence, []) for sequence in sequences]
 
+    def fill(self, sequence: TokenSequence) -> None:
+        """Fill the rows that a head lacks of a sequence, but for the last, which is filled with its next step."""
+        if self.draft is None or sequence.hidden is None or len(sequence.hidden) < 2:
+            return
+        whole = _lacking(sequence)
+        self.draft.run([attrs.evolve(whole, tokens=whole.tokens[:-1], hidden=sequence.hidden[:-1], unread=True)])
+        sequence.hidden = sequence.hidden[-1:].clone()
+
     def _take(self, p: _Proposal, accepted: int, extra: int | None, scores: Callable[[int], Scores]) -> list[int]:
         kept = p.sequence.append(p.tokens[:accepted] + ([] if extra is None else [extra]), scores)
         stats = p.sequence.stats

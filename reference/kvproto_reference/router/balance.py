@@ -23,6 +23,7 @@ _MOST = 65536
 _UNMET = {
     "prefill": "no decode engine that takes requests has a session with it",
     "decode": "has a session with no prefill engine that takes requests",
+    "engine": "has a session with no engine of the other role that takes requests",
 }
 """The reason that an engine which takes requests gets none, by its role."""
 
@@ -59,6 +60,10 @@ class BalancedRouter(Router):
         """Whether a request could be sent to any pair of engines now."""
         return any(self._joined(pair) for pair in self._pairs())
 
+    def roles(self) -> dict[str, str]:
+        """The role of each engine that can have several and has said which it has."""
+        return {name: engine.role for name, engine in self._engines.items() if engine.role}
+
     def bell(self, descriptor: int) -> None:
         """Have a turn end when an eventfd becomes readable."""
         self._poller.register(descriptor, zmq.POLLIN)
@@ -80,11 +85,15 @@ class BalancedRouter(Router):
         """Forget a request that is over, and note which decode engine has its rows."""
         self.requests.remove(request)
         if request.stats is not None:
-            for digest in _prefixes(request.prompt.tokens):
-                self._seen[digest] = request.engines[1]
-                self._seen.move_to_end(digest)
-            while len(self._seen) > _MOST:
-                self._seen.popitem(last=False)
+            self._has(request.engines[1], request.prompt.tokens)
+
+    def _has(self, name: str, tokens: list[int]) -> None:
+        """Note that an engine has the rows of a text."""
+        for digest in _prefixes(tokens):
+            self._seen[digest] = name
+            self._seen.move_to_end(digest)
+        while len(self._seen) > _MOST:
+            self._seen.popitem(last=False)
 
     def _lost(self, name: str, engine: EngineLine) -> None:
         """Ask again at once what a prefill engine that has gone has not handed over."""

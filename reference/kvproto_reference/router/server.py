@@ -9,8 +9,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from ..demo.options import checkpoint_folder, private_folder, rank_address
 from ..demo.prompts import Prompt
 from ..engine.sampling import SamplingParams
 from ..errors import EngineError
+from ..moving.router import PeerRouter
+from ..moving.verbs import Verbs
 from .balance import BalancedRouter
 from .form import Form
 from .service import Service, Told, WrongRequest
@@ -42,6 +45,8 @@ class RouterServer(ThreadingHTTPServer):
 
     daemon_threads = True
     request_queue_size = 256
+    verbs: Verbs | None = None
+    """Answers to POST /admin/... from this host, for engines that can do both."""
 
     def __init__(self, address: tuple[str, int], service: Service, model: str, folder: Path) -> None:
         """Answer for a model whose checkpoint is in `folder`; raises EngineError if the address is in use."""
@@ -54,6 +59,14 @@ class RouterServer(ThreadingHTTPServer):
             super().__init__(address, _Handler)
         except OSError as error:
             raise EngineError(f"--http {address[0]}:{address[1]} cannot be listened at: {error.strerror}") from error
+
+    def tokens(self, given: Any) -> list[int]:
+        """The tokens of a prompt, a text or token ids; raises EngineError."""
+        if isinstance(given, str) and given:
+            return self.tokenizer.encode(given.encode())
+        if isinstance(given, list) and given and all(isinstance(t, int) and 0 <= t < 1 << 31 for t in given):
+            return given
+        raise EngineError("prompt is a text or a list of token ids, not empty")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away is no error of the router."""
@@ -73,12 +86,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(503 if service.failure else 200, {"error": service.failure} if service.failure else {})
         elif self.path == "/ready":
             counts = {name: getattr(service, name) for name in ("served", "lost", "retried", "under_way")}
-            self._json(200 if service.open else 503, {"ready": service.open, "engines": service.why, **counts})
+            roles = {"roles": service.roles} if self.server.verbs is not None else {}
+            self._json(200 if service.open else 503, {"ready": service.open, "engines": service.why, **counts, **roles})
         else:
             self._refuse(404, "GET /v1/models, /health or /ready")
 
     def do_POST(self) -> None:
-        """Answer a completion."""
+        """Answer a completion, or do what an operator of this host asks for."""
+        if self.server.verbs is not None and (verb := self.server.verbs.paths.get(self.path)) is not None:
+            self._do(verb)
+            return
         chat = {"/v1/completions": False, "/v1/chat/completions": True}.get(self.path)
         if chat is None:
             self.close_connection = True  # its body is not read
@@ -86,6 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             body = self._body()
+            if body.get("n", 1) != 1:
+                raise EngineError("n is 1: ask several times")
             if body.get("model") not in (None, self.server.model):
                 self._refuse(404, f"the model here is {self.server.model}, not {body['model']!r}")
                 return
@@ -110,6 +129,17 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:  # the client has gone, and its request with it
             self.close_connection = True
 
+    def _do(self, verb: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        try:
+            body = self._body()
+            client = ip_address(self.client_address[0].partition("%")[0])
+            if not (getattr(client, "ipv4_mapped", None) or client).is_loopback:
+                self._refuse(403, f"POST {self.path} is for clients of this host")
+                return
+            self._json(200, verb(body))
+        except EngineError as error:
+            self._refuse(400, str(error))
+
     def _body(self) -> dict[str, Any]:
         """The request; raises EngineError."""
         length = self.headers.get("Content-Length", "")
@@ -122,8 +152,6 @@ class _Handler(BaseHTTPRequestHandler):
             raise EngineError(f"the request is no JSON: {error}") from None
         if not isinstance(body, dict):
             raise EngineError("the request is a JSON object")
-        if body.get("n", 1) != 1:
-            raise EngineError("n is 1: ask several times")
         return body
 
     def _prompt(self, body: dict[str, Any], chat: bool) -> Prompt:
@@ -141,13 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
             if not turn or not isinstance(given, list):
                 raise EngineError("messages is a list of objects with a role and a content, a text")
             given = self.server.template.conversation(given)
-        if isinstance(given, str) and given:
-            tokens = self.server.tokenizer.encode(given.encode())
-        elif isinstance(given, list) and given and all(isinstance(t, int) and 0 <= t < 1 << 31 for t in given):
-            tokens = given
-        else:
-            raise EngineError("prompt is a text or a list of token ids, not empty")
-        return Prompt(name="", tokens=tokens, sampling=sampling)
+        return Prompt(name="", tokens=self.server.tokens(given), sampling=sampling)
 
     def _stream(self, form: Form, tokens: Iterator[Told]) -> None:
         """Send what comes as it comes; an answer that is lost midway ends with an error and no [DONE]."""
@@ -197,6 +219,8 @@ def router_parser() -> argparse.ArgumentParser:
     add("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to answer (default 127.0.0.1:8000)")
     add("--prefill", type=int, default=1, metavar="N", help="prefill engines, --replica 0 to N-1 (default 1)")
     add("--decode", type=int, default=1, metavar="N", help="decode engines, likewise (default 1)")
+    both = "engines that can do both (kvproto-engine), --replica 0 to N-1; in place of --prefill and --decode"
+    add("--engines", type=int, metavar="N", help=both)
     add("--source", default="prefill", metavar="NAME", help="name of the prefill engines (default prefill)")
     add("--target", "--model", dest="target", default="mla", metavar="DIR", help="target of the engines (default mla)")
     add("--find", action="store_true", help="ask prefill engines with --host-pages which prompts they keep (ipc)")
@@ -210,18 +234,24 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not host or not port.isdecimal() or args.prefill < 1 or args.decode < 1:
             raise EngineError("--http is HOST:PORT, and --prefill and --decode are at least 1")
+        if args.engines is not None and (args.engines < 2 or args.find):
+            raise EngineError(
+                "--engines is at least 2, without --find: those of --engines keep pages on the device alone"
+            )
         folder = private_folder(args.dir)
         with contextlib.ExitStack() as stack:
             finder: Finder | None = None
             if args.find:
                 places = [rank_address(f"ipc://{folder / 'kv'}", n, 0) for n in range(args.prefill)]
                 finder = stack.enter_context(Finder(places))
-            service = Service(BalancedRouter(folder, args.source, args.prefill, args.decode, finder))
+            peers = None if args.engines is None else PeerRouter(folder, args.engines)
+            service = Service(peers or BalancedRouter(folder, args.source, args.prefill, args.decode, finder))
             stack.callback(service.close)
             address = host.strip("[]"), int(port)
             server = stack.enter_context(
                 RouterServer(address, service, args.target, checkpoint_folder("target", args.target))
             )
+            server.verbs = None if peers is None else Verbs(peers, service, server.tokens)
             signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
             print(f"listens at http://{host}:{server.server_port}", file=sys.stderr, flush=True)
             with contextlib.suppress(KeyboardInterrupt):

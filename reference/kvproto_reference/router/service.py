@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from itertools import count
+from typing import Any
 
 import attrs
 import zmq
@@ -54,6 +56,7 @@ class Service:
         self._router, self._most = router, most
         self._inbox: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._gone: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[Future[Any]], None], Future[Any]]] = queue.SimpleQueue()
         self._answers: dict[Request, Answer] = {}
         self._numbers, self._bell, self._stop = count(), os.eventfd(0, os.EFD_NONBLOCK), threading.Event()
         self.failure = ""
@@ -61,6 +64,8 @@ class Service:
         self.served = self.lost = self.retried = 0
         self.why: dict[str, str] = router.why()
         """The reason that each engine takes no requests."""
+        self.roles: dict[str, str] = {}
+        """The role of each engine that can have several."""
         self.open = False
         """Whether a request would be sent at once."""
         router.bell(self._bell)
@@ -86,6 +91,19 @@ class Service:
         if answer.error:
             raise WrongRequest(answer.error) if answer.wrong else EngineError(answer.error)
 
+    def do(self, begin: Callable[[Future[Any]], None]) -> Any:
+        """The result of something that the router's thread begins, and that sets it once it has ended.
+
+        Raises EngineError, also if that takes longer than 120 s.
+        """
+        result: Future[Any] = Future()
+        self._calls.put((begin, result))
+        os.eventfd_write(self._bell, 1)
+        try:
+            return result.result(_PATIENCE)
+        except TimeoutError:
+            raise EngineError(f"it is not over after {_PATIENCE:.0f} s") from None
+
     @property
     def under_way(self) -> int:
         """The number of requests that are not over, or whose answers are still being told."""
@@ -102,7 +120,7 @@ class Service:
             while not self._stop.is_set():
                 self._take()
                 self._router.turn(self._news, _TURN)
-                self.why, self.open = self._router.why(), self._router.open
+                self.why, self.open, self.roles = self._router.why(), self._router.open, self._router.roles()
         except (EngineError, zmq.ZMQError) as error:
             self.failure = str(error)
         finally:
@@ -112,7 +130,13 @@ class Service:
             self._router.close()
 
     def _take(self) -> None:
-        """Take new requests, and give up those that nobody waits for any more."""
+        """Take new requests and calls, and give up requests that nobody waits for any more."""
+        while not self._calls.empty():
+            begin, result = self._calls.get()
+            try:
+                begin(result)
+            except EngineError as error:
+                result.set_exception(error)
         while not self._inbox.empty():
             answer = self._inbox.get()
             self._answers[answer.request] = answer
