@@ -121,6 +121,8 @@ def runs(live: bool) -> Iterator[Run]:
             yield f"{role}-c", [f"--live-{role}", str(program)], [str(program)]
     if shutil.which("node"):
         yield "javascript", [], ["node", str(TESTEES / "node/codec.mjs")]
+    if shutil.which("perl"):
+        yield "perl", [], ["perl", str(TESTEES / "perl/codec.pl")]
     if shutil.which("rustc"):
         for name in ("codec", "planner"):
             program = PAGES / f"{name}-rs"
@@ -208,7 +210,7 @@ def main() -> int:
             vectors=one["vectors"][:12],
         )
         RESULTS.write_text(page, encoding="utf-8")
-    missing = [tool for tool in ("gcc", "node", "rustc") if not shutil.which(tool)]
+    missing = [tool for tool in ("gcc", "node", "perl", "rustc") if not shutil.which(tool)]
     missing += [] if SOCKETS.exists() else ["libzmq3-dev"]
     print(f"left out for want of {' and '.join(missing)}" if missing else "", end="\n" if missing else "")
     return worst

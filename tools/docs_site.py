@@ -36,6 +36,7 @@ ASSETS = (
     "spec/v1/vectors/**/*.json",
     "conformance/testees/c/*.c",
     "conformance/testees/node/*.mjs",
+    "conformance/testees/perl/*.pl",
     "conformance/testees/rust/*.rs",
     "conformance/kvproto_conformance/*.json",
 )

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -50,6 +50,12 @@ def javascript() -> list[str]:
     return ["node", str(TESTEES / "node/codec.mjs")]
 
 
+def perl() -> list[str]:
+    if shutil.which("perl") is None:
+        pytest.skip("no perl")
+    return ["perl", str(TESTEES / "perl/codec.pl")]
+
+
 def rust(folder: Path, source: Path = TESTEES / "rust/codec.rs", *flags: str) -> list[str]:
     """Without a warning; where a number overflows or an index is out of bounds, it panics."""
     if shutil.which("rustc") is None:
@@ -64,12 +70,16 @@ MESSAGES = "catalogue", "epochs", "inline", "intent", "pull", "staged", "storage
 PLANS = "cold", "deals", "json", "sections", "spread", "streams", "verify"
 
 
-@pytest.fixture(scope="module", params=["c", "javascript", "rust"])
+@pytest.fixture(scope="module", params=["c", "javascript", "perl", "rust"])
 def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp(request.param)
-    return {"c": lambda: compiled(SANITIZED, folder), "javascript": javascript, "rust": lambda: rust(folder)}[
-        request.param
-    ]()
+    commands: dict[str, Callable[[], list[str]]] = {
+        "c": lambda: compiled(SANITIZED, folder),
+        "javascript": javascript,
+        "perl": perl,
+        "rust": lambda: rust(folder),
+    }
+    return commands[request.param]()
 
 
 CODEC = f"codec · L1 · {' · '.join(sorted([*MESSAGES, 'json', 'streams']))}"
