@@ -18,6 +18,9 @@ def main() -> None:
     """Run the testee to start from, and without --quick a whole claim on kvproto itself."""
     with tempfile.TemporaryDirectory() as folder:
         suite("init-testee", folder)
+        for language in ("node", "c", "rust"):
+            (Path(folder) / language).mkdir()
+            suite("init-testee", "--lang", language, f"{folder}/{language}")
         suite("run", "--only", "DoneAck/least", "--allow-incomplete", "--", sys.executable, f"{folder}/testee.py")
         suite("copy", f"{folder}/copy")
         assert (Path(folder) / "copy/registry.json").exists()
