@@ -69,6 +69,7 @@ Seconds on {cores} cores, of cases alone:
 | source.c, sink.c | engines in C over shm and inline, from the prose alone; libzmq and libkvproto are their dependencies |
 | codec.mjs, codec.rs | a strict reader and writer each, in one file: [where to begin](implement.md) |
 | planner.py | the planner of the core alone, without token deals, sections and encodings, in plain Python |
+| codec.pl, planner.pl | a codec, and the planner of the core, in Perl: by an agent, from [its page](agents.md) and the pages that it names |
 | planner.rs | codec, planner and the rest that two engines compute alike, in Rust on std alone, from the prose alone: a fourth |
 
 Yours belongs here: run the suite with `--report report.json`, and send the report with your change to this page.
@@ -122,7 +123,8 @@ def runs(live: bool) -> Iterator[Run]:
     if shutil.which("node"):
         yield "javascript", [], ["node", str(TESTEES / "node/codec.mjs")]
     if shutil.which("perl"):
-        yield "perl", [], ["perl", str(TESTEES / "perl/codec.pl")]
+        for name in ("codec", "planner"):
+            yield f"{name}-pl", [], ["perl", str(TESTEES / f"perl/{name}.pl")]
     if shutil.which("rustc"):
         for name in ("codec", "planner"):
             program = PAGES / f"{name}-rs"

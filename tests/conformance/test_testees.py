@@ -56,6 +56,12 @@ def perl() -> list[str]:
     return ["perl", str(TESTEES / "perl/codec.pl")]
 
 
+def test_what_perl_plans_is_conformant(capsys: Said) -> None:
+    folder = Path(perl()[1]).parent
+    assert main(["run", "perl", str(folder / "planner.pl")]) == 0
+    assert f"conformant: kvproto {spec()} · planner · L2 · " in capsys.readouterr().out
+
+
 def rust(folder: Path, source: Path = TESTEES / "rust/codec.rs", *flags: str) -> list[str]:
     """Without a warning; where a number overflows or an index is out of bounds, it panics."""
     if shutil.which("rustc") is None:

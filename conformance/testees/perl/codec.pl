@@ -81,7 +81,7 @@ package main;
 
 use constant { U64 => ~0, EXACT => 9007199254740991 };
 
-my (%ENUMS, %LAYOUTS, %TYPES, %LIMITS);
+our (%ENUMS, %LAYOUTS, %TYPES, %LIMITS, %NAMES);    # NAMES: parts by their names and aliases
 my $VALID = qr/\A(?:[\x00-\x7f]|[\xc2-\xdf][\x80-\xbf]|\xe0[\xa0-\xbf][\x80-\xbf]|[\xe1-\xec\xee\xef][\x80-\xbf]{2}
     |\xed[\x80-\x9f][\x80-\xbf]|\xf0[\x90-\xbf][\x80-\xbf]{2}|[\xf1-\xf3][\x80-\xbf]{3}|\xf4[\x80-\x8f][\x80-\xbf]{2})*+\z/x;
 
@@ -102,6 +102,10 @@ sub load {
     $ENUMS{$_} = [ $facts->{enum}{$_}{open}, $facts->{enum}{$_}{values} ] for keys %{ $facts->{enum} };
     $ENUMS{ErrorCode} = [ 1, { map { $_ => $facts->{error}{$_}{code} } keys %{ $facts->{error} } } ];
     push @$_, { reverse %{ $_->[1] } } for values %ENUMS;
+    for my $name (keys %{ $facts->{part} }) {
+        my $part = { name => $name, optional => $facts->{part}{$name}{optional} };
+        $NAMES{$_} = $part for $name, @{ $facts->{part}{$name}{aliases} || [] };
+    }
     for my $name (keys %{ $facts->{struct} }, keys %{ $facts->{message} }) {
         my $body = $facts->{message}{$name} || $facts->{struct}{$name};
         my @fields = map { field($_) } sort { $a->{id} <=> $b->{id} } @{ $body->{field} };
@@ -623,7 +627,7 @@ sub body_of {    # the bytes of fields as JSON, if a reader accepts them
 
 # The testee protocol.
 
-my %OPERATIONS = (
+our %OPERATIONS = (
     hello => sub {
         return '"driver":1,"name":"codec.pl","version":"1","language":"perl","role":"codec","level":"L1",'
             . '"extensions":["catalogue","epochs","inline","intent","json","pull","staged","storage","streams"]';
@@ -685,12 +689,17 @@ sub answer {
     return tried($do, $question);
 }
 
-load(grep { defined && -e } $ARGV[0], map { "$FindBin::Bin/../../$_/registry.json" } 'spec', '../spec/v1');
-binmode STDIN;
-binmode STDOUT;
-$| = 1;
-while (defined(my $line = <STDIN>)) {
-    my $question = Json::parse($line)->{of};
-    last if $question->{op}{of} eq 'stop';
-    print "{\"seq\":$question->{seq}{of}," . answer($question) . "}\n";
+sub run {
+    load(grep { defined && -e } $ARGV[0], map { "$FindBin::Bin/../../$_/registry.json" } 'spec', '../spec/v1');
+    binmode STDIN;
+    binmode STDOUT;
+    $| = 1;
+    while (defined(my $line = <STDIN>)) {
+        my $question = Json::parse($line)->{of};
+        last if $question->{op}{of} eq 'stop';
+        print "{\"seq\":$question->{seq}{of}," . answer($question) . "}\n";
+    }
 }
+
+run() unless caller;
+1;
