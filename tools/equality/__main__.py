@@ -77,9 +77,7 @@ def questions(seed: int, share: float) -> Iterator[Json]:
         yield world(rng) if rng.random() < share else frame(rng, some)
 
 
-def run(
-    testees: Testees, seed: int, share: float, seconds: float
-) -> tuple[Counter[str], tuple[Json, list[Json]] | None]:
+def run(testees: Testees, seed: int, share: float, seconds: float) -> tuple[Counter[str], tuple[Json, list[Json]] | None]:
     """What was asked and how it ended, and the first difference, made small, with what each says of it."""
     counts, made, end = Counter[str](), questions(seed, share), time.monotonic() + seconds
     while time.monotonic() < end:
@@ -100,13 +98,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    parser.add_argument(
-        "--worlds",
-        type=float,
-        default=0.3,
-        metavar="SHARE",
-        help="of all questions; the others are frames (%(default)s)",
-    )
+    parser.add_argument("--worlds", type=float, default=0.3, metavar="SHARE", help="of all questions; the others are frames (%(default)s)")
     args = parser.parse_args(own)
     print(f"seed {args.seed}", flush=True)
     testees = Testees([KVPROTO, *parts])
@@ -119,9 +111,7 @@ def main() -> int:
     asked = Counter[str]()
     for what, times in counts.items():
         asked[what.partition(":")[0]] += times
-    print(
-        f"{', '.join(f'{times:,} {op}' for op, times in sorted(asked.items()))}, {len(testees.names)} implementations"
-    )
+    print(f"{', '.join(f'{times:,} {op}' for op, times in sorted(asked.items()))}, {len(testees.names)} implementations")
     if difference is None:
         print("equal")
         return 0
