@@ -123,7 +123,7 @@ coverage: $(VENV)/.test $(VENV)/.coverage
 release: $(VENV)/.release
 	@$(PY) -m tools.release $(ARGS)
 
-# The same with one Python, built once, the dependencies of the reference engines as they are installed here.
+# Wheels alone, built once, on one Python, without the reference engines.
 wheel-test: $(VENV)/.release
 	@$(PY) -m tools.release --quick
 

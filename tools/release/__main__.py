@@ -1,7 +1,7 @@
 """`make release`: builds what is published, proves it, and tries it.
 
-    python -m tools.release            # everything, on all Pythons of this machine
-    python -m tools.release --quick    # one Python, torch as it is installed here, and built once: make wheel-test
+    python -m tools.release            # everything, on all Pythons of this machine, into dist/
+    python -m tools.release --quick    # make wheel-test: wheels alone, built once, on one Python, without PyTorch
 
 Into dist/ go sdists and wheels, an SBOM of each distribution (CycloneDX), SHA256SUMS, and index.html, from which
 `pip install --find-links` installs by hash. CONTRIBUTING.md says how they are published.
@@ -17,38 +17,65 @@ from pathlib import Path
 from shutil import rmtree
 
 import kvproto
-from tools.release import building, checking, records, trying
+from tools.release import building, checking, trying
 
 PARTS = ("kvproto-conformance", "kvproto-engines", "kvproto-vllm", "kvproto-sglang", "kvproto-reference")
 """The distributions beside the core."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do all steps, and say what each found; the exit status."""
+    """Do all steps, and say how long each took; the exit status."""
     parser = argparse.ArgumentParser(prog="make release", description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one Python, borrowed torch, no second build")
-    parser.add_argument("--out", type=Path, default=building.ROOT / "dist", metavar="DIR")
+    parser.add_argument("--quick", action="store_true", help="wheels alone, built once, on one Python, without PyTorch")
     args = parser.parse_args(argv)
+    out = building.ROOT / ("build/wheels" if args.quick else "dist")
     epoch = int(os.environ.setdefault("SOURCE_DATE_EPOCH", _committed()))
-    rmtree(args.out, ignore_errors=True)
+    rmtree(out, ignore_errors=True)
     try:
-        with _timed("built"):
-            files = building.build(args.out)
-            records.write(args.out, files, epoch)
-        _empty("as they should be", list(checking.problems(files)))
-        core = next(path for path in files if path.name.startswith("kvproto-") and path.suffix == ".whl")
-        if not args.quick:
-            with _timed("built again"):
-                differing = building.differing(files)
-            _empty("the same bytes when a copy builds them elsewhere", differing)
-            _empty("refused if a byte of a wheel is changed", list(checking.accepted(core)))
-        (_try_quickly if args.quick else _try)(args.out, kvproto.__version__)
+        files = _quick(out) if args.quick else _whole(out, epoch)
     except trying.Failed as failed:
         print(f"failed: {failed}", file=sys.stderr)
         return 1
-    size = core.stat().st_size
-    print(f"{len(files)} files of {kvproto.__version__} in {args.out}; the wheel kvproto has {size:,} bytes")
+    size = next(path for path in files if path.match("kvproto-*.whl")).stat().st_size
+    print(f"{len(files)} files of {kvproto.__version__} in {out}; the wheel kvproto has {size:,} bytes")
     return 0
+
+
+def _whole(out: Path, epoch: int) -> list[Path]:
+    from tools.release import records  # late: CycloneDX takes a second
+
+    with _timed("built"):
+        files = building.build(out)
+        records.write(out, files, epoch)
+    _empty("as they should be", list(checking.problems(files)))
+    with _timed("built again"):
+        differing = building.differing(files)
+    _empty("the same bytes when a copy builds them elsewhere", differing)
+    core = next(path for path in files if path.match("kvproto-*.whl"))
+    _empty("refused if a byte of a wheel is changed", list(checking.accepted(core)))
+    _try(out, kvproto.__version__)
+    return files
+
+
+def _quick(out: Path) -> list[Path]:
+    """The core in an empty environment, and then the others beside it."""
+    with _timed("built"):
+        files = building.wheels(out, without="kvproto-reference")
+        (out / checking.INDEX).write_text(checking.index(files))
+    _empty("as they should be", list(checking.problems(files)))
+    parts = [name for name in PARTS if name != "kvproto-reference"]
+    with trying.environment(sys.executable) as venv:
+        with _timed("kvproto in an empty environment"):
+            trying.install(venv, out, f"kvproto=={kvproto.__version__}")
+            trying.smoke(venv, "kvproto")
+        with _timed("type-checked by mypy --strict"):
+            trying.type_check(venv)
+        with _timed("installed " + ", ".join(parts)):
+            trying.install(venv, out, "--no-deps", "--no-index", *(f"{name}=={kvproto.__version__}" for name in parts))
+        for name in parts:
+            with _timed(name):
+                trying.smoke(venv, name, "--quick")
+    return files
 
 
 def _try(out: Path, version: str) -> None:
@@ -65,22 +92,6 @@ def _try(out: Path, version: str) -> None:
                 trying.smoke(venv, name)
                 if name == "kvproto" and here:
                     trying.type_check(venv)
-
-
-def _try_quickly(out: Path, version: str) -> None:
-    """The core in an empty environment, and then the others beside it, with what they need of this environment."""
-    with trying.environment(sys.executable) as venv:
-        with _timed("kvproto in an empty environment"):
-            trying.install(venv, out, f"kvproto=={version}")
-            trying.smoke(venv, "kvproto")
-        with _timed("type-checked by mypy --strict"):
-            trying.type_check(venv)
-        with _timed("installed " + ", ".join(PARTS)):
-            trying.install(venv, out, "--no-deps", "--no-index", *(f"{name}=={version}" for name in PARTS))
-            trying.borrow(venv)
-        for name in PARTS:
-            with _timed(name):
-                trying.smoke(venv, name, "--quick")
 
 
 @contextmanager

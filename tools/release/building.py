@@ -30,6 +30,12 @@ def build(out: Path, root: Path = ROOT, only: Sequence[str] = ()) -> list[Path]:
     return [path for project in chosen for path in _built(project, out.resolve())]
 
 
+def wheels(out: Path, without: str) -> list[Path]:
+    """Build the wheels of all distributions but one straight from the checkout, which is quicker."""
+    out.mkdir(parents=True, exist_ok=True)
+    return [_wheel(project, out.resolve()) for project in projects() if project.name != without]
+
+
 def differing(files: list[Path]) -> list[str]:
     """The names of those files that have other bytes when a copy of the checkout builds them elsewhere.
 
@@ -51,8 +57,12 @@ def _built(project: Path, out: Path) -> Iterator[Path]:
     yield sdist
     with tempfile.TemporaryDirectory(prefix="kvproto-sdist-") as folder, tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
-        with chdir(Path(folder) / sdist.name.removesuffix(".tar.gz")):
-            yield out / build_wheel(str(out))
+        yield _wheel(Path(folder) / sdist.name.removesuffix(".tar.gz"), out)
+
+
+def _wheel(source: Path, out: Path) -> Path:
+    with chdir(source):
+        return out / build_wheel(str(out))
 
 
 def _copy(source: Path, target: Path) -> None:

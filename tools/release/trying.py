@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,11 +41,6 @@ def type_check(venv: Path) -> None:
     mypy = [sys.executable, "-m", "mypy", "--strict", "--config-file=", f"--cache-dir={venv}/cache"]
     program = shutil.copy(SMOKE / "typed.py", venv)  # beside the checkout, its packages would be found first
     ran([*mypy, "--python-executable", str(venv / "bin/python"), str(program)], venv)
-
-
-def borrow(venv: Path) -> None:
-    """Let an environment have what is installed here, after what is installed there."""
-    (next(venv.glob("lib/python3*/site-packages")) / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """The commands that know engines of others: `describe`, and `import` of a capture."""
 
 import json
-import subprocess
-import sys
 import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
+
+from kvproto.cli.main import main as command
 
 CONFIG = {
     "model_type": "llama",
@@ -19,13 +21,15 @@ CONFIG = {
 
 def main() -> None:
     """Describe a model, and hold what comes out against itself, by options of `import` too."""
-    command = Path(sys.executable).parent / "kvproto"
     with tempfile.TemporaryDirectory() as folder:
         config, described = Path(folder) / "config.json", Path(folder) / "described.json"
         config.write_text(json.dumps(CONFIG))
-        described.write_bytes(subprocess.check_output([command, "describe", config, "--tp", "2"]))
-        done = subprocess.run([command, "check", described, described, "--say", "page=16"], stderr=subprocess.PIPE)
-    assert b"--say is of captures, and both files are Descriptions" in done.stderr
+        with described.open("w") as file, redirect_stdout(file):
+            assert command(["describe", str(config), "--tp", "2"]) == 0
+        said = StringIO()
+        with redirect_stderr(said):
+            assert command(["check", str(described), str(described), "--say", "page=16"]) == 1
+    assert "--say is of captures, and both files are Descriptions" in said.getvalue()
 
 
 if __name__ == "__main__":
