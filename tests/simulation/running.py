@@ -118,7 +118,7 @@ class Run:
 
     def _end_engine(self, role: str, fault: Fault) -> None:
         """End an engine, and start it again later."""
-        far = self.simulation.draw("far", fault.at, fault.number) < 0.4
+        far = self.simulation.draw("far", fault.at, fault.number) < 0.4 and fault.kind != "restart"
         for rank in [rank for rank in self._ranks(role) if rank.alive]:
             self._unproven = self._unproven or self._unprovable(rank)
             if fault.kind == "leave":
@@ -198,6 +198,8 @@ class Run:
                 rank.call(rank.fork)
             case "shortage":
                 rank.run_short(min(fault.seconds, 60.0))
+            case "restart":
+                self._end_engine(prefill, attrs.evolve(fault, seconds=min(fault.seconds, 1.0)))
             case "kill" | "leave" | "clock back" | "clock ahead":
                 self._end_engine(role, fault)
             case "sleep":

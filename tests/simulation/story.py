@@ -25,8 +25,8 @@ MOMENTS = (
 
 
 STORAGE = {
-    "storage fails": 3, "storage full": 2, "storage torn": 3, "storage lies": 5, "storage slow": 3, "storage hangs": 2,
-    "power loss": 3, "copies fail": 2, "kill": 9, "break": 1,
+    "storage fails": 3, "storage full": 2, "storage torn": 3, "storage lies": 9, "storage slow": 3, "storage hangs": 2,
+    "power loss": 3, "copies fail": 2, "restart": 12, "break": 1,
 }  # fmt: skip
 """Kinds of faults of tiers, and how often each is drawn."""
 _PROMPTS = 5000
