@@ -193,7 +193,7 @@ class Run:
                     if each.tiers is not None:
                         each.tiers.pager.fails_until = simulation.now + fault.seconds
             case kind if kind in ILLS:
-                self.store.fall_ill(kind, min(fault.seconds, 30.0))
+                self.store.fall_ill(kind, min(max(fault.seconds, 3.0), 30.0))
             case "fork":
                 rank.call(rank.fork)
             case "shortage":
@@ -278,7 +278,7 @@ class Run:
             self._start(role)
         if self.setup.router and self.setup.host:
             sources = {address(role, 0): role for role in self.prefills}
-            self.router = Router(simulation, 1, sources, 1e-3)
+            self.router = Router(simulation, self.network, sources, 1e-3)
         self._let_lie(self.setup.hostile)
         for ask in story.asks:
             simulation.at(ask.at, partial(self._ask, ask))
@@ -364,11 +364,10 @@ class Run:
         """Let each pair of engines complete a new request."""
         probes: list[Ask] = []
         short = self.setup.pull and self.setup.lease < 10  # a slow copy may outlast it
-        wrong = self.story.faults or self.setup.hostile
         for source, sink in product(self.prefills, self.decodes):
             of, to = PREFILLS.index(source), DECODES.index(sink)
             pair = (*self.prefills[source], *self.decodes[sink])
-            if wrong and not short and not any(self._excused(rank) for rank in pair):
+            if not short and not any(self._excused(rank) for rank in pair):
                 probes.append(Ask(_PROBE + len(probes), 0.0, 9, of=of, to=to))
                 self._ask(probes[-1])
         asked = [(rank, ask.id) for ask in probes for rank in self.decodes[DECODES[ask.to]]]

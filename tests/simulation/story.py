@@ -227,6 +227,9 @@ def of_seed(seed: int) -> Story:
         _fault(chance, {kind: weights[kind] for kind in kinds}, span, setup)
         for _ in range(chance.choice((1, 2, 4, 8)) if kinds else 0)
     ]
+    if setup.store and chance.random() < 0.7:  # what the host held is read from storage again
+        restart = _fault(chance, {"restart": 1}, span, setup)
+        faults.append(attrs.evolve(restart, at=round(span * (0.2 + 0.4 * chance.random()), 4), on=""))
     numbered = (attrs.evolve(ask, id=n + 1) for n, ask in enumerate(asks))
     return Story(seed, setup, tuple(numbered), tuple(sorted(faults, key=lambda fault: fault.at)))
 
