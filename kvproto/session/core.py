@@ -340,7 +340,7 @@ class Session:
         self.host.send(self.conn, request.frame)
 
     def resend(self, now: float) -> None:
-        """Send all requests again, in order, as what was under way on the former connection is lost (KVP-SES-RESEND)."""
+        """Send all requests again, in order: those on their way by the former connection are lost (KVP-SES-RESEND)."""
         for request in [*self._pending.values()]:
             if self.open and request.number in self._pending:
                 if request.timer is not None:

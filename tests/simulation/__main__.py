@@ -1,4 +1,4 @@
-"""`python -m tests.simulation SEEDS [--trace] [--seconds S]`: plays the stories of seeds, such as 17 or 0..999.
+"""`python -m tests.simulation SEEDS [--trace] [--seconds S] [--jobs N]`: plays the stories of seeds, such as 17 or 0..999.
 
 A violation prints its seed, the commit and its shortest story, and the status is 1. --trace prints all that happens.
 """
@@ -11,10 +11,34 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
+import attrs
+
+from tests.simulation.reached import KINDS
 from tests.simulation.running import play
 from tests.simulation.shrinking import shrink
 from tests.simulation.story import Story, of_seed, read, write
+
+
+@attrs.define
+class Tally:
+    """The figures of stories that were played."""
+
+    stories: int = 0
+    violations: int = 0
+    simulated: float = 0.0
+    """Seconds."""
+    cpu: float = 0.0
+    """Seconds."""
+    events: int = 0
+    reached: Counter[str] = attrs.Factory(Counter)
+
+    def add(self, other: Tally) -> None:
+        for field in attrs.fields(Tally):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 def commit() -> str:
@@ -35,55 +59,69 @@ def report(story: Story) -> None:
     print(f"replay: make simulate SEEDS={story.seed} ARGS=--trace", flush=True)
 
 
+def play_all(stories: Iterable[Story], seconds: float | None, trace: bool = False) -> Tally:
+    """Play stories, for so many seconds of CPU time at most, and report violations."""
+    tally, began = Tally(), time.process_time()
+    for story in stories:
+        if seconds is not None and time.process_time() - began > seconds:
+            break
+        result = play(story, trace)
+        if trace:
+            print("\n".join((*story.lines(), *result.lines, f"digest {result.digest}")))
+        wrong = result.violation is not None
+        tally.add(Tally(1, wrong, result.seconds, 0.0, result.events, result.reached))
+        if wrong:
+            report(story)
+    tally.cpu = time.process_time() - began
+    return tally
+
+
+def play_seeds(seeds: range, seconds: float | None) -> Tally:
+    """Play the stories of seeds, as a job does."""
+    return play_all(map(of_seed, seeds), seconds)
+
+
+def summary(tally: Tally) -> str:
+    """All figures, and the kinds of states that were never reached."""
+    cpu, violations, simulated = max(tally.cpu, 1e-9), tally.violations, tally.simulated
+    lines = [
+        f"{tally.stories:,} stories, {violations} with a violation; "
+        f"{simulated:,.0f} s simulated in {cpu:,.0f} s of CPU: {simulated / cpu:,.0f} to 1,",
+        f"{tally.stories / cpu:.1f} stories a second of CPU, {tally.events:,} events",
+        *(f"{count:9,} {name}" for name, count in sorted(tally.reached.items())),
+    ]
+    never = sorted(KINDS - tally.reached.keys())
+    return "\n".join((*lines, *([f"never reached: {', '.join(never)}"] if never else ())))
+
+
 def main() -> int:
     """Play seeds; the number of violations decides the status."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("seeds", help="17 or 0..999, or the file of a story")
     parser.add_argument("--trace", action="store_true", help="print everything that happens")
-    parser.add_argument("--seconds", type=float, help="stop after this many seconds of CPU time")
+    parser.add_argument("--seconds", type=float, help="stop after this many seconds of CPU time, in each job")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
     if options.seeds.endswith(".json"):
         with open(options.seeds) as file:
-            stories = iter([read(file.read())])
+            tally = play_all([read(file.read())], None, options.trace)
     else:
         first, _, last = options.seeds.partition("..")
-        stories = map(of_seed, range(int(first), int(last or first) + 1))
-    reached, began, seconds, events, runs, wrong = Counter[str](), time.process_time(), 0.0, 0, 0, 0
-    for story in stories:
-        if options.seconds is not None and time.process_time() - began > options.seconds:
-            break
-        result = play(story, options.trace)
-        if options.trace:
-            print("\n".join((*story.lines(), *result.lines, f"digest {result.digest}")))
-        reached, seconds, events, runs = (
-            reached + result.reached,
-            seconds + result.seconds,
-            events + result.events,
-            runs + 1,
-        )
-        if result.violation is not None:
-            wrong += 1
-            report(story)
-    cpu = time.process_time() - began
-    print(
-        f"{runs} stories, {wrong} with a violation; {seconds:,.0f} s simulated in {cpu:.0f} s of CPU: {seconds / cpu:,.0f} to 1,"
-    )
-    print(f"{60 * runs / cpu:,.0f} stories a minute, {events:,} events")
-    for name, count in sorted(reached.items()):
-        print(f"{count:9,} {name}")
+        seeds = range(int(first), int(last or first) + 1)
+        if options.jobs == 1:
+            tally = play_all(map(of_seed, seeds), options.seconds, options.trace)
+        else:
+            tally, each = Tally(), [seeds[job :: options.jobs] for job in range(options.jobs)]
+            with ProcessPoolExecutor(options.jobs) as jobs:
+                for part in jobs.map(play_seeds, each, [options.seconds] * options.jobs):
+                    tally.add(part)
+    print(summary(tally))
     if options.json:
-        figures = {
-            "stories": runs,
-            "violations": wrong,
-            "simulated": seconds,
-            "cpu": cpu,
-            "events": events,
-            "reached": reached,
-        }
+        figures: dict[str, Any] = attrs.asdict(tally)
         with open(options.json, "w") as file:
             json.dump(figures, file, indent=1, sort_keys=True)
-    return int(wrong > 0)
+    return int(tally.violations > 0)
 
 
 if __name__ == "__main__":

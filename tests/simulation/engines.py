@@ -12,7 +12,7 @@ from kvproto.events import Arrived, Event, Expired, Freed, Lost, PagesFree, Page
 from kvproto.tiers.page_cache import WritePolicy
 from kvproto.transport.inline.transport import InlineTransport
 from kvproto.wire.enums import ErrorCode
-from tests.simulation.memory import GROUP, WAYS, GhostPool, Place, SimulatedTransport
+from tests.simulation.memory import GROUP, PAGES, WAYS, GhostPool, Place, SimulatedTransport
 from tests.simulation.simulated import Process, Simulation, Violation
 from tests.simulation.storage import SimulatedStore
 from tests.simulation.story import PREFILLS, Ask, Setup
@@ -29,6 +29,8 @@ NEVER = {
 """Codes with which nothing may be lost: nobody damages memory, and both sides are right."""
 
 
+_FEW = 16
+"""Pages of a pool with tiers: as many as the longest request needs."""
 _STEP = 0.05
 """Seconds between steps of tiers that wait."""
 _CHILDS = 8000
@@ -97,7 +99,8 @@ class Rank(Process):
         tp = self.setup.decode if decode else self.setup.prefill
         self._pools += 1
         whose = self.number << 4 | self._pools & 15
-        ghost = GhostPool(self.simulation, self.role, tp, self.rank, self.setup.pages[decode], whose)
+        pages = _FEW if self.setup.host and not decode else PAGES  # so that tiers evict some
+        ghost = GhostPool(self.simulation, self.role, tp, self.rank, self.setup.pages[decode], whose, pages)
         self.ghosts[id(ghost.pool)] = ghost
         return ghost
 
@@ -311,7 +314,7 @@ class PrefillRank(Rank):
             prefilling.pages = self._pages(prefilling)
             if prefilling.pages is None:
                 self.simulation.reached["prefill out of pages"] += 1
-                later = 0.3 if self.tiers is None else 0.05
+                later = 0.05 if prefilling.held is not None and prefilling.held.read is not None else 0.3
                 self.simulation.after(later, lambda: self.call(lambda: self._compute(self.asks.get(request), step)))
                 return
         prefilling.computed += 1

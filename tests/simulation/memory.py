@@ -72,11 +72,13 @@ _MEMCMP.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 class GhostPool:
     """A rank's pool, with the owner of each page; free pages hold what nobody may ever see, and are used first."""
 
-    def __init__(self, simulation: Simulation, role: str, tp: int, rank: int, page: int, whose: int) -> None:
+    def __init__(
+        self, simulation: Simulation, role: str, tp: int, rank: int, page: int, whose: int, pages: int = PAGES
+    ) -> None:
         self._simulation, self._role, self.page, self.whose = simulation, role, page, whose
         heads = HEADS // tp
         self.heads = range(rank * heads, (rank + 1) * heads)
-        shape = (LAYERS, len(PARTS), PAGES, page, heads, 4)
+        shape = (LAYERS, len(PARTS), pages, page, heads, 4)
         length = int(np.prod(shape)) * 4
         spare = _spare.setdefault(length, [])
         self.memory = spare.pop() if spare else allocate(length)
@@ -87,8 +89,8 @@ class GhostPool:
         self._compared = bytes_.ctypes.data, self._seen.ctypes.data, length
         self.owner: dict[int, int] = {}
         """The request that may have each page written by peers, or that this side wrote there."""
-        self._granted = np.zeros(PAGES, bool)
-        self._freed, self.free_pages = 0, list(range(PAGES))
+        self._granted = np.zeros(pages, bool)
+        self._freed, self.free_pages = 0, list(range(pages))
         self._blank(self.free_pages)
 
     def _blank(self, pages: Sequence[int]) -> None:

@@ -32,6 +32,8 @@ class Planted:
     file: str
     old: str
     new: str
+    within: str = ""
+    """The field of Setup without which a story cannot show it."""
 
     @property
     def changes(self) -> dict[str, str]:
@@ -47,7 +49,7 @@ class Planted:
 def load() -> list[Planted]:
     """All planted faults; raises ValueError if one is not at its place any more."""
     rows = tomllib.loads((HERE / "planted.toml").read_text())["fault"]
-    faults = [Planted(row["name"], row["from"], row["file"], row["old"], row["new"]) for row in rows]
+    faults = [Planted(row["name"], row["from"], row["file"], row["old"], row["new"], row.get("in", "")) for row in rows]
     for fault in faults:
         if (times := (ROOT / fault.file).read_text().count(fault.old)) != 1:
             raise ValueError(f"planted.toml: {fault.name!r} replaces text that {fault.file} has {times} times")
@@ -63,9 +65,11 @@ def find(fault: Planted, first: int, last: int) -> dict[str, object]:
 
     for seed in range(first, last + 1):
         story = of_seed(seed)
+        if fault.within and not getattr(story.setup, fault.within):
+            continue
         found = play(story).violation
         if found is not None:
-            short = shrink(story, found.kind)
+            short = shrink(story, found.kind, most=100)
             return {
                 "seed": seed,
                 "kind": found.kind,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvproto import Finder, Options
+from tests.simulation.network import Network
 from tests.simulation.simulated import Process, Simulation, Violation
 from tests.simulation.tiering import NAMES, RankTiers
 
@@ -15,18 +16,18 @@ _POLL = 1.0
 class Router(Process):
     """A process with a Finder."""
 
-    def __init__(self, simulation: Simulation, run: int, sources: dict[str, str], wall: float) -> None:
+    def __init__(self, simulation: Simulation, network: Network, sources: dict[str, str], wall: float) -> None:
         """`sources` are the roles of the engines that it watches, by the address of one of their ranks."""
-        super().__init__(simulation, f"{ROUTER}0", run, 1.0, wall)
+        super().__init__(simulation, f"{ROUTER}0", 1, 1.0, wall)
         simulation.processes[self.number] = self
-        self._sources = sources
+        self._network, self._sources = network, sources
         with simulation.running(self):
             self.finder = Finder([*sources], "router", Options(insecure=True, thread=False))
         self.wake()
 
     def turn(self) -> float | None:
         self.finder.step(0.0)
-        return _POLL
+        return 0.0 if self._network.dialers[self.number].pending else _POLL
 
     def lacks_any(self, roles: Collection[str]) -> dict[str, str]:
         """The reasons why it does not know some of these engines, by address."""

@@ -118,7 +118,7 @@ class Run:
 
     def _end_engine(self, role: str, fault: Fault) -> None:
         """End an engine, and start it again later."""
-        far = self.simulation.draw("far", fault.at, fault.number) < 0.4
+        far = self.simulation.draw("far", fault.at, fault.number) < 0.4 and fault.kind != "restart"
         for rank in [rank for rank in self._ranks(role) if rank.alive]:
             self._unproven = self._unproven or self._unprovable(rank)
             if fault.kind == "leave":
@@ -193,11 +193,13 @@ class Run:
                     if each.tiers is not None:
                         each.tiers.pager.fails_until = simulation.now + fault.seconds
             case kind if kind in ILLS:
-                self.store.fall_ill(kind, min(fault.seconds, 30.0))
+                self.store.fall_ill(kind, min(max(fault.seconds, 3.0), 30.0))
             case "fork":
                 rank.call(rank.fork)
             case "shortage":
                 rank.run_short(min(fault.seconds, 60.0))
+            case "restart":
+                self._end_engine(prefill, attrs.evolve(fault, seconds=min(fault.seconds, 1.0)))
             case "kill" | "leave" | "clock back" | "clock ahead":
                 self._end_engine(role, fault)
             case "sleep":
@@ -276,7 +278,7 @@ class Run:
             self._start(role)
         if self.setup.router and self.setup.host:
             sources = {address(role, 0): role for role in self.prefills}
-            self.router = Router(simulation, 1, sources, 1e-3)
+            self.router = Router(simulation, self.network, sources, 1e-3)
         self._let_lie(self.setup.hostile)
         for ask in story.asks:
             simulation.at(ask.at, partial(self._ask, ask))
@@ -362,11 +364,10 @@ class Run:
         """Let each pair of engines complete a new request."""
         probes: list[Ask] = []
         short = self.setup.pull and self.setup.lease < 10  # a slow copy may outlast it
-        wrong = self.story.faults or self.setup.hostile
         for source, sink in product(self.prefills, self.decodes):
             of, to = PREFILLS.index(source), DECODES.index(sink)
             pair = (*self.prefills[source], *self.decodes[sink])
-            if wrong and not short and not any(self._excused(rank) for rank in pair):
+            if not short and not any(self._excused(rank) for rank in pair):
                 probes.append(Ask(_PROBE + len(probes), 0.0, 9, of=of, to=to))
                 self._ask(probes[-1])
         asked = [(rank, ask.id) for ask in probes for rank in self.decodes[DECODES[ask.to]]]

@@ -25,8 +25,8 @@ MOMENTS = (
 
 
 STORAGE = {
-    "storage fails": 3, "storage full": 2, "storage torn": 3, "storage lies": 5, "storage slow": 3, "storage hangs": 2,
-    "power loss": 3, "copies fail": 2, "kill": 3, "break": 1,
+    "storage fails": 3, "storage full": 2, "storage torn": 3, "storage lies": 9, "storage slow": 3, "storage hangs": 2,
+    "power loss": 3, "copies fail": 2, "restart": 12, "break": 1,
 }  # fmt: skip
 """Kinds of faults of tiers, and how often each is drawn."""
 _PROMPTS = 5000
@@ -216,8 +216,8 @@ def of_seed(seed: int) -> Story:
         lease=chance.choice((10.0, 1.0)),
         part_bytes=chance.choice((1 << 24, 1)),
     )
-    span = chance.choice((2.0, 8.0, 30.0))
-    count = chance.choice((1, 1, 2, 3, 5, 8))
+    span = chance.choice((2.0, 8.0, 30.0) if not setup.host else (8.0, 30.0))
+    count = chance.choice((1, 1, 2, 3, 5, 8) if not setup.host else (2, 4, 8, 12))
     asks = sorted((_ask(chance, span, setup) for _ in range(count)), key=lambda ask: ask.at)
     weights = (
         FAULTS if not setup.host or chance.random() < 0.3 else FAULTS | STORAGE if chance.random() < 0.5 else STORAGE
@@ -227,6 +227,9 @@ def of_seed(seed: int) -> Story:
         _fault(chance, {kind: weights[kind] for kind in kinds}, span, setup)
         for _ in range(chance.choice((1, 2, 4, 8)) if kinds else 0)
     ]
+    if setup.store and chance.random() < 0.7:  # what the host held is read from storage again
+        restart = _fault(chance, {"restart": 1}, span, setup)
+        faults.append(attrs.evolve(restart, at=round(span * (0.2 + 0.4 * chance.random()), 4), on=""))
     numbered = (attrs.evolve(ask, id=n + 1) for n, ask in enumerate(asks))
     return Story(seed, setup, tuple(numbered), tuple(sorted(faults, key=lambda fault: fault.at)))
 
@@ -259,7 +262,7 @@ def _ask(chance: random.Random, span: float, setup: Setup) -> Ask:
         abort=round(chance.random() ** 2 * (compute + 1), 4) if chance.random() < 0.2 else -1.0,
         fail=round(chance.random() ** 2 * (compute + 1), 4) if chance.random() < 0.15 else -1.0,
         again=round(chance.random() ** 2 * 8, 4) if chance.random() < 0.05 else -1.0,
-        prompt=chance.randrange(5) if setup.host else 0,
+        prompt=chance.randrange(6) if setup.host else 0,
         other_prompt=chance.random() < 0.03,
     )
 
@@ -268,12 +271,8 @@ def _tiers(chance: random.Random) -> tuple[int, int, str, bool]:
     """The pages of the host, the policy, the storage, and whether a router listens."""
     if chance.random() < 0.7:
         return 0, 0, "", False
-    host, policy, store = (
-        chance.choice((4, 12, 40)),
-        chance.randrange(3),
-        chance.choice(("", "plain", "roomy", "roomy")),
-    )
-    return host, policy, store, chance.random() < 0.4
+    store = chance.choice(("", "plain", "plain", "roomy", "roomy"))
+    return chance.choice((4, 12, 40)), chance.randrange(3), store, chance.random() < 0.4
 
 
 def _fault(chance: random.Random, kinds: Mapping[str, int], span: float, setup: Setup) -> Fault:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import attrs
 import pytest
 
 from tests.simulation import planting
+from tests.simulation.__main__ import Tally, play_seeds, summary
 from tests.simulation.running import play
 from tests.simulation.shrinking import shrink
 from tests.simulation.story import Ask, Fault, Setup, Story, of_seed, read, write
@@ -42,6 +44,21 @@ def test_every_kind_of_fault_and_end_is_reached() -> None:
     reached = sum((play(of_seed(seed)).reached for seed in range(25, 45)), start=play(of_seed(24)).reached)
     assert {"Arrived", "Freed", "Expired", "Lost ABORTED", "quarantine", "pool given back"} <= reached.keys()
     assert sum(name.startswith("fault: ") for name in reached) >= 10
+
+
+def test_jobs_together_count_what_one_counts() -> None:
+    whole, parts = play_seeds(range(45, 49), None), Tally()
+    for job in range(2):
+        parts.add(play_seeds(range(45, 49)[job::2], None))
+    parts.cpu = whole.cpu
+    assert parts == whole
+
+
+def test_a_summary_names_what_was_never_reached() -> None:
+    tally = Tally(stories=1, reached=Counter({"page from storage": 3}))
+    (never,) = [line for line in summary(tally).splitlines() if line.startswith("never reached: ")]
+    assert "fault: storage lies" in never
+    assert "page from storage" not in never
 
 
 def test_a_story_is_the_same_after_it_was_written() -> None:
