@@ -31,7 +31,7 @@ _BATCH = 64
 _PATIENCE = 120.0
 
 
-class Testees:
+class Implementations:
     """Some implementations, asked side by side."""
 
     def __init__(self, commands: Sequence[list[str]]) -> None:
@@ -77,7 +77,7 @@ def questions(seed: int, share: float) -> Iterator[Json]:
         yield world(rng) if rng.random() < share else frame(rng, some)
 
 
-def run(testees: Testees, seed: int, share: float, seconds: float) -> tuple[Counter[str], tuple[Json, list[Json]] | None]:
+def run(testees: Implementations, seed: int, share: float, seconds: float) -> tuple[Counter[str], tuple[Json, list[Json]] | None]:
     """What was asked and how it ended, and the first difference, made small, with what each says of it."""
     counts, made, end = Counter[str](), questions(seed, share), time.monotonic() + seconds
     while time.monotonic() < end:
@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("--worlds", type=float, default=0.3, metavar="SHARE", help="of all questions; the others are frames (%(default)s)")
     args = parser.parse_args(own)
     print(f"seed {args.seed}", flush=True)
-    testees = Testees([KVPROTO, *parts])
+    testees = Implementations([KVPROTO, *parts])
     try:
         counts, difference = run(testees, args.seed, args.worlds, args.seconds)
     finally:
