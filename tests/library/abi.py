@@ -24,5 +24,7 @@ def constants() -> dict[str, str]:
 
 if __name__ == "__main__":
     library = built(LIBRARY.parent / "build/abi")
-    KEPT.write_bytes(subprocess.run([*_DUMP.split(), LIBRARY / "include", library], check=True, capture_output=True).stdout)
+    KEPT.write_bytes(
+        subprocess.run([*_DUMP.split(), LIBRARY / "include", library], check=True, capture_output=True).stdout
+    )
     CONSTANTS.write_text("".join(f"{name} {value}\n" for name, value in constants().items()))
