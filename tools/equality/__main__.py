@@ -105,7 +105,7 @@ def questions(seed: int, share: float) -> Iterator[Json]:
 def run(
     testees: Implementations, seed: int, share: float, seconds: float
 ) -> tuple[Counter[str], tuple[Json, list[Json]] | None]:
-    """How many questions ended how, and the first difference, made small, with all answers to it."""
+    """The number of questions by how they ended, and the first difference, made small, with all answers to it."""
     counts, made, end = Counter[str](), questions(seed, share), time.monotonic() + seconds
     while time.monotonic() < end:
         batch = [next(made) for _ in range(_BATCH)]
