@@ -7,7 +7,7 @@ CORES := $(shell nproc)
 # Two more than there are cores, as tests of processes wait for each other.
 JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 2)))
 
-.PHONY: simulate simulate-faults deploy-test rolling moving demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage release wheel-test models acceptance bench fuzz wild demo-real clean
+.PHONY: lib lib-test lib-abi equality simulate simulate-faults deploy-test rolling moving demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage release wheel-test models acceptance bench fuzz wild demo-real clean
 # $(VENV)/.X marks that what X needs is installed: EXTRAS of the distributions, and a group of pyproject.toml.
 $(VENV)/.demo: EXTRAS = kvproto[cli] kvproto-reference
 $(VENV)/.test: EXTRAS = kvproto[cli,objects,seal] kvproto-reference --group test
@@ -137,6 +137,23 @@ acceptance: $(VENV)/.demo $(VENV)/smollm2/config.json
 
 bench: $(VENV)/.demo $(VENV)/.bench
 	@$(PY) benchmarks/codec.py $(ARGS)
+
+# libkvproto: static, shared and as two files, in build/libkvproto; `make -C libkvproto install PREFIX=...` installs it.
+lib:
+	@$(MAKE) -s -C libkvproto all amalgamation
+
+# The library under sanitizers: L1 and L2, out of memory, misused, installed, its interface as kept, fuzzed, and equal to kvproto.
+lib-test: $(VENV)/.test
+	@command -v abidiff clang > /dev/null || { echo "installing abigail-tools and clang"; apt-get install -y -qq abigail-tools clang > /dev/null 2>&1 || true; }
+	@$(PY) -m pytest -n $(JOBS) tests/library tests/conformance/test_testees.py -k "not rust and not javascript" -m "thorough or not thorough" $(ARGS)
+
+# What the library's interface is from now on, after an addition to it.
+lib-abi: $(VENV)/.test
+	@$(PY) -m tests.library.abi
+
+# kvproto, libkvproto and the planner in Rust on worlds and frames of an adversary, for as long as one likes.
+equality: $(VENV)/.test
+	@$(PY) -m tools.equality $(ARGS)
 
 fuzz: $(VENV)/.test $(VENV)/.fuzz
 	@$(PY) -m tests.fuzz.run $(or $(SECONDS),60)

@@ -43,6 +43,26 @@ def table(page: str, name: str, head: str) -> Callable[[Callable[[], Rows]], Cal
     return add
 
 
+# docs/libkvproto.md
+
+
+@table("libkvproto", "library", "what | figure")
+def library() -> Rows:
+    found = results("library")
+    frames = {way: median(took) for way, took in found["frames_us"].items()}
+    for way, took in frames.items():
+        yield f"{way} a Transfer of 2 x 2,048 pages", f"{took:.1f} us"
+    for name, took in found["plan_ms"].items():
+        yield f"plan, {name}", f"{median(took):.2f} ms"
+    for name in list(found["describe_ms"])[::3]:
+        yield (
+            f"read and check one of these Descriptions, {name.split(',')[0].split(' x ')[1]}",
+            f"{median(found['describe_ms'][name]):.2f} ms",
+        )
+    yield "lines of header and sources", f"{found['size']['lines']:,}"
+    yield "shared library, stripped", f"{found['size']['bytes'] / 1000:.0f} kB"
+
+
 # docs/performance.md
 
 

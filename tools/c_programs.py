@@ -9,7 +9,7 @@ from tools.specgen.registry import ROOT
 
 
 def command(name: str, program: Path, flags: Sequence[str] = ("-std=c11", "-O2"), root: Path = ROOT) -> list[str]:
-    """The command that compiles testee.c, source.c or sink.c, of the repository or of a copy of it; the engines need libzmq."""
+    """The command that compiles testee.c, source.c or sink.c, here or in a copy; the engines need libzmq."""
     library = root / "libkvproto"
     sources = [root / f"conformance/testees/c/{name}.c", library / "src/kvproto.c"]
     libraries = [] if name == "testee" else ["-lzmq"]

@@ -65,12 +65,12 @@ Seconds on {cores} cores, of cases alone:
 |---|---|
 | kvproto | the library of this repository; where `session` and `robust` have numbers, its engines, live over ZeroMQ |
 | second opinion | written from the prose a second time, in plain Python; it shares no code with the library |
-| libkvproto | the [library in C](libkvproto.md), with codec, plans and copy programs, from the prose alone: a third opinion |
-| source.c, sink.c | engines in C over shm and inline, from the prose alone; libzmq and libkvproto are their dependencies |
+| libkvproto | the [library in C](libkvproto.md): codec, plans, copy programs, from the prose alone: a third opinion |
+| source.c, sink.c | engines in C over shm and inline, from the prose alone; they need libkvproto and libzmq |
 | codec.mjs, codec.rs | a strict reader and writer each, in one file: [where to begin](implement.md) |
 | planner.py | the planner of the core alone, without token deals, sections and encodings, in plain Python |
+| planner.rs | all that two engines compute alike, in Rust on std alone, from the prose alone: a fourth opinion |
 | codec.pl, planner.pl | a codec, and the planner of the core, in Perl: by an agent, from [its page](agents.md) and the pages that it names |
-| planner.rs | codec, planner and the rest that two engines compute alike, in Rust on std alone, from the prose alone: a fourth |
 
 Yours belongs here: run the suite with `--report report.json`, and send the report with your change to this page.
 In GitHub's actions [conformance/action.yml](../conformance/action.yml) runs the suite on `testee: ./my-testee`, keeps

@@ -25,6 +25,7 @@ RUNS = [
     "inline --quick --rounds 1",
     "intent --quick --rounds 1",
     "latency_host --rounds 1 --pushes 2",
+    "library --rounds 1",
     "one_peer --quick",
     "plan --rounds 1",
     "seeing --rounds 1",

@@ -1,6 +1,7 @@
-"""`python -m tools.equality [--seconds N] [--seed N] [--worlds SHARE] -- COMMAND [-- COMMAND ...]`: testees beside kvproto.
+"""`python -m tools.equality [--seconds N] [--seed N] [--worlds SHARE] [-- COMMAND]...`: testees beside kvproto.
 
-Each command is a testee (spec/v1/testee.md), and kvproto's own is always one. All are asked the same: plans of worlds that
+Each command is a testee (spec/v1/testee.md), and kvproto's own is always one; without a command, libkvproto and the
+planner in Rust are the others, if there are compilers. All are asked the same: plans of worlds that
 an adversary makes up, and frames with faults. They have to accept the same with equal digests, and refuse the same with
 equal code and path. The first difference is made small, printed as a question with all answers, and ends the run with
 status 1. What a testee does not know (`unsupported`), or may decline (LAYOUT_UNSUPPORTED), is not compared.
@@ -11,15 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from kvproto_conformance.testee import Broken, Testee
+from tools import c_programs
 from tools.equality.frames import bases, frame
 from tools.equality.shrink import shrunk
 from tools.equality.worlds import world
@@ -31,11 +36,31 @@ _BATCH = 64
 _PATIENCE = 120.0
 
 
-class Testees:
+def own() -> list[list[str]]:
+    """The commands of libkvproto's testee and the planner in Rust, compiled into build/equality."""
+    folder = ROOT / "build/equality"
+    folder.mkdir(parents=True, exist_ok=True)
+    rust = [
+        "rustc",
+        "--edition",
+        "2021",
+        "-O",
+        "-o",
+        str(folder / "rust"),
+        str(ROOT / "conformance/testees/rust/planner.rs"),
+    ]
+    compilers = [c_programs.command("testee", folder / "testee"), rust]
+    here = [command for command in compilers if shutil.which(command[0])]
+    for command in here:
+        subprocess.run(command, check=True)
+    return [[command[command.index("-o") + 1]] for command in here]
+
+
+class Implementations:
     """Some implementations, asked side by side."""
 
     def __init__(self, commands: Sequence[list[str]]) -> None:
-        self.names = [" ".join(command[-1:]) for command in commands]
+        self.names = [Path(command[-1]).name for command in commands]
         self._all = [Testee(command, _PATIENCE, float("inf")) for command in commands]
         for testee in self._all:
             if isinstance(greeting := testee.greet({"op": "hello"}), Broken):
@@ -77,8 +102,10 @@ def questions(seed: int, share: float) -> Iterator[Json]:
         yield world(rng) if rng.random() < share else frame(rng, some)
 
 
-def run(testees: Testees, seed: int, share: float, seconds: float) -> tuple[Counter[str], tuple[Json, list[Json]] | None]:
-    """What was asked and how it ended, and the first difference, made small, with what each says of it."""
+def run(
+    testees: Implementations, seed: int, share: float, seconds: float
+) -> tuple[Counter[str], tuple[Json, list[Json]] | None]:
+    """The number of questions by how they ended, and the first difference, made small, with all answers to it."""
     counts, made, end = Counter[str](), questions(seed, share), time.monotonic() + seconds
     while time.monotonic() < end:
         batch = [next(made) for _ in range(_BATCH)]
@@ -94,14 +121,20 @@ def main() -> int:
     """Ask until the time is over or something differs."""
     words = sys.argv[1:]
     parts = [list(group) for dashes, group in groupby(words, lambda word: word == "--") if not dashes]
-    own = parts.pop(0) if words[:1] != ["--"] and parts else []
+    arguments = parts.pop(0) if words[:1] != ["--"] and parts else []
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    parser.add_argument("--worlds", type=float, default=0.3, metavar="SHARE", help="of all questions; the others are frames (%(default)s)")
-    args = parser.parse_args(own)
+    parser.add_argument(
+        "--worlds",
+        type=float,
+        default=0.3,
+        metavar="SHARE",
+        help="of all questions; the others are frames (%(default)s)",
+    )
+    args = parser.parse_args(arguments)
     print(f"seed {args.seed}", flush=True)
-    testees = Testees([KVPROTO, *parts])
+    testees = Implementations([KVPROTO, *(parts or own())])
     try:
         counts, difference = run(testees, args.seed, args.worlds, args.seconds)
     finally:
@@ -111,7 +144,9 @@ def main() -> int:
     asked = Counter[str]()
     for what, times in counts.items():
         asked[what.partition(":")[0]] += times
-    print(f"{', '.join(f'{times:,} {op}' for op, times in sorted(asked.items()))}, {len(testees.names)} implementations")
+    print(
+        f"{', '.join(f'{times:,} {op}' for op, times in sorted(asked.items()))}, {len(testees.names)} implementations"
+    )
     if difference is None:
         print("equal")
         return 0

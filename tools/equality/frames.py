@@ -17,7 +17,9 @@ _HEADS = (0x00, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, *range(0xC0, 0xE1), 0x
 def bases() -> list[bytes]:
     """Frames of all messages, of every shape that the vectors have, refused ones too."""
     asked = (case.asks[0].question for case in load() if case.suite == "codec")
-    return sorted({bytes.fromhex(question["frame"]) for question in asked if 0 < len(question.get("frame", "")) <= 1 << 13})
+    return sorted(
+        {bytes.fromhex(question["frame"]) for question in asked if 0 < len(question.get("frame", "")) <= 1 << 13}
+    )
 
 
 def frame(rng: random.Random, some: list[bytes]) -> Json:
@@ -110,12 +112,17 @@ def _value(rng: random.Random, depth: int) -> bytes:
         return bytes([0xC4, len(data)]) + data
     if kind == 6:
         width, count = 1 << rng.randrange(4), rng.choice([0, 1, 2, 3, 5])
-        data = b"".join(rng.choice([0, 1, 255, rng.randrange(1 << 8 * width)]).to_bytes(width + 1, "little")[:width] for _ in range(count))
+        data = b"".join(
+            rng.choice([0, 1, 255, rng.randrange(1 << 8 * width)]).to_bytes(width + 1, "little")[:width]
+            for _ in range(count)
+        )
         fixed = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}
         head = bytes([fixed[len(data)]]) if len(data) in fixed and rng.random() < 0.9 else bytes([0xC7, len(data)])
         return head + bytes([rng.choice([width.bit_length(), width.bit_length() + 4, 0, 9, 255])]) + data
     if kind == 7:
-        return struct.pack(">BI", rng.choice([0xDD, 0xDF, 0xC6, 0xDB, 0xC9]), rng.choice([0, 1, 65536, 16777216, 2**32 - 1]))
+        return struct.pack(
+            ">BI", rng.choice([0xDD, 0xDF, 0xC6, 0xDB, 0xC9]), rng.choice([0, 1, 65536, 16777216, 2**32 - 1])
+        )
     some = [_value(rng, depth - 1) for _ in range(rng.randint(0, 3))] if depth else []
     if kind == 8:
         return bytes([0x90 + len(some)]) + b"".join(some)
@@ -130,7 +137,7 @@ def _id(number: int) -> bytes:
 
 
 def _values(body: bytes) -> Iterator[tuple[int, int]]:
-    """Where every value begins and ends, as far as the body has a form."""
+    """The begin and end of every value, as far as the body has a form."""
     at = 0
     while at < len(body):
         end = _end(body, at, 0)
@@ -153,7 +160,21 @@ def _head(body: bytes, at: int) -> tuple[int, int, int]:
         return 1, (4, 8, 1, 2, 4, 8, 1, 2, 4, 8)[first - 0xCA], 0
     if 0xD4 <= first < 0xD9:
         return 2, 1 << (first - 0xD4), 0
-    size = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}[first]
+    size = {
+        0xC4: 1,
+        0xC5: 2,
+        0xC6: 4,
+        0xC7: 1,
+        0xC8: 2,
+        0xC9: 4,
+        0xD9: 1,
+        0xDA: 2,
+        0xDB: 4,
+        0xDC: 2,
+        0xDD: 4,
+        0xDE: 2,
+        0xDF: 4,
+    }[first]
     count = int.from_bytes(body[at + 1 : at + 1 + size], "big")
     if first >= 0xDC:
         return 1 + size, 0, count * (2 if first >= 0xDE else 1)

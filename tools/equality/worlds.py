@@ -102,15 +102,18 @@ def _side(rng: random.Random, held: list[Cache]) -> Json:
     if rng.random() < 0.3:
         group = _handoff(rng, next(ids))
         groups.append(group)
-        lanes = [{"part": str(p), "lo": "0", "hi": "1"} for p in range(len(group["parts"]))]
+        lanes: list[Json] = [{"part": str(p), "lo": "0", "hi": "1"} for p in range(len(group["parts"]))]
         for place in rng.sample(range(ranks), rng.randint(1, ranks)):
             owns[place].append({"group": group["id"], "layers": ["0"], "cp_rank": "0", "lanes": lanes})
-    rows = [{"rank": str(n), "owns": sorted(own, key=lambda one: int(one["group"]))} for n, own in zip(numbers, owns, strict=True)]
+    rows: list[Json] = [
+        {"rank": str(n), "owns": sorted(own, key=lambda one: int(one["group"]))}
+        for n, own in zip(numbers, owns, strict=True)
+    ]
     return {"replica": str(rng.choice([0, 0, 1, 2, 5, 2**32 - 1])), "facts": [], "groups": groups, "ranks": rows}
 
 
 def _groupings(rng: random.Random, cache: Cache) -> Iterator[tuple[tuple[Any, ...], tuple[int, ...]]]:
-    """Which parts and layers of a cache a group has: all, or some."""
+    """The parts and layers of each group of a cache: all, or some."""
     parts = [cache.parts]
     if len(cache.parts) > 1 and rng.random() < 0.3:
         at = rng.randint(1, len(cache.parts) - 1)
@@ -136,7 +139,13 @@ def _group(rng: random.Random, cache: Cache, parts: tuple[Any, ...], id_: int, n
     if kind != "SLOT" and not opaque and cache.axis is None and rng.random() < 0.15:
         kind = "RING" if kind == "PAGE" else "PAGE"
     made = [one for part in parts for one in _sections(rng, cache, *part)]
-    rows = cache.rows if opaque else cache.live + rng.randint(0, 3) if kind == "SLOT" else rng.choice([1, 2, 3, 5, 7, 16, 33])
+    rows = (
+        cache.rows
+        if opaque
+        else cache.live + rng.randint(0, 3)
+        if kind == "SLOT"
+        else rng.choice([1, 2, 3, 5, 7, 16, 33])
+    )
     group: Json = {"id": str(id_), "name": name, "model": str(cache.model), "kind": kind, "rows": str(rows)}
     group |= {"tokens_per_row": str(cache.tokens), "cp_size": "1", "interleave": "1", "origin": "0", "parts": made}
     if kind == "SLOT" and cache.live <= rows:
@@ -147,7 +156,11 @@ def _group(rng: random.Random, cache: Cache, parts: tuple[Any, ...], id_: int, n
         group["axis"] = cache.axis
     if kind == "PAGE" and rng.random() < 0.35:
         cp = rng.choice([2, 2, 3, 4, 5, 8])
-        group |= {"cp_size": str(cp), "interleave": str(cache.tokens * rng.choice([1, 2, 3, 16])), "origin": str(cache.tokens * rng.choice([0, 0, 1, 5]))}
+        group |= {
+            "cp_size": str(cp),
+            "interleave": str(cache.tokens * rng.choice([1, 2, 3, 16])),
+            "origin": str(cache.tokens * rng.choice([0, 0, 1, 5])),
+        }
         if rng.random() < 0.4:
             order = [*range(cp), *(rng.randrange(cp) for _ in range(rng.randint(0, 4)))]
             rng.shuffle(order)
@@ -166,11 +179,14 @@ def _sections(rng: random.Random, cache: Cache, name: str, dtype: str, size: int
         return [part]
     cuts = [0, *sorted(rng.sample(range(1, lane), rng.randint(1, min(3, lane - 1)))), lane]
     return [
-        part | {"lane_bytes": str(b - a), "at": str(a), "whole": str(lane)} for a, b in zip(cuts, cuts[1:], strict=False)
+        part | {"lane_bytes": str(b - a), "at": str(a), "whole": str(lane)}
+        for a, b in zip(cuts, cuts[1:], strict=False)
     ]
 
 
-def _shares(rng: random.Random, cache: Cache, group: Json, layers: tuple[int, ...], ranks: int) -> Iterator[tuple[int, Json]]:
+def _shares(
+    rng: random.Random, cache: Cache, group: Json, layers: tuple[int, ...], ranks: int
+) -> Iterator[tuple[int, Json]]:
     """By place of a rank what it owns of a group: stages of layers, times lanes, times tokens, over ranks in any order."""
     cp = int(group["cp_size"])
     stages, wide = 1, 1
@@ -210,7 +226,10 @@ def _lanes(rng: random.Random, part: int, lanes: int, place: int, wide: int) -> 
 
 
 def _handoff(rng: random.Random, id_: int) -> Json:
-    parts = [{"name": name, "dtype": "I32", "lanes": "1", "lane_bytes": str(size)} for name, size in (("token", 4), ("hidden", 24))]
+    parts: list[Json] = [
+        {"name": name, "dtype": "I32", "lanes": "1", "lane_bytes": str(size)}
+        for name, size in (("token", 4), ("hidden", 24))
+    ]
     return {
         "id": str(id_), "name": "first", "model": "0", "kind": "HANDOFF", "rows": "1", "tokens_per_row": "1", "cp_size": "1",
         "interleave": "1", "origin": "0", "parts": parts[: rng.randint(1, 2)],
@@ -219,8 +238,12 @@ def _handoff(rng: random.Random, id_: int) -> Json:
 
 def _state_facts(rng: random.Random, source: Json, sink: Json) -> None:
     for side in (source, sink):
-        names = sorted(rng.sample(["model", "rope", "tokenizer", "\N{LATIN SMALL LETTER E WITH ACUTE}"], rng.randint(0, 3)))
-        side["facts"] = [{"name": n, "value": rng.choice("ab"), "rule": rng.choice(["EQUAL", "WARN", "IGNORE"])} for n in names]
+        names = sorted(
+            rng.sample(["model", "rope", "tokenizer", "\N{LATIN SMALL LETTER E WITH ACUTE}"], rng.randint(0, 3))
+        )
+        side["facts"] = [
+            {"name": n, "value": rng.choice("ab"), "rule": rng.choice(["EQUAL", "WARN", "IGNORE"])} for n in names
+        ]
 
 
 def spoil(rng: random.Random, side: Json) -> None:
@@ -239,9 +262,13 @@ def spoil(rng: random.Random, side: Json) -> None:
     elif isinstance(place, dict) and rng.random() < 0.3:
         del place[key]
     else:
-        place[key] = rng.choice(["", "k", "v", "key", "RING", "SLOT", "PAGE", "HANDOFF", "BF16", "I64", "tokens", "n" * 64, "n" * 129])
+        place[key] = rng.choice(
+            ["", "k", "v", "key", "RING", "SLOT", "PAGE", "HANDOFF", "BF16", "I64", "tokens", "n" * 64, "n" * 129]
+        )
     if isinstance(place, dict) and rng.random() < 0.05:
-        place[rng.choice(["x_new", "new", "axis", "order", "live_rows", "whole", "at"])] = rng.choice(["1", "2", "tokens"])
+        place[rng.choice(["x_new", "new", "axis", "order", "live_rows", "whole", "at"])] = rng.choice(
+            ["1", "2", "tokens"]
+        )
 
 
 def _place(rng: random.Random, tree: Any) -> tuple[Any, Any]:

@@ -42,9 +42,7 @@ def _node(facts: Facts) -> str:
     ]
     for name, body in (facts["struct"] | facts["message"]).items():
         fields = sorted(body["field"], key=lambda field: int(field["id"]))
-        rows = [
-            [f["id"], f["name"], f["type"], f["presence"] == "required", *map(str, span(facts, f))] for f in fields
-        ]
+        rows = [[f["id"], f["name"], f["type"], f["presence"] == "required", *map(str, span(facts, f))] for f in fields]
         rules = [[rule["rule"], rule["args"], rule["error"]] for rule in body.get("rule", ())]
         lines.append(f"  {name}: {json.dumps([body.get('id', 0), bool(body.get('frozen')), rows, rules])},")
     return "\n".join([*lines, "};"]) + "\n"
