@@ -17,6 +17,7 @@ $(VENV)/.coverage: EXTRAS = --group coverage
 $(VENV)/.bench: EXTRAS = --group bench
 $(VENV)/.fuzz: EXTRAS = --group fuzz
 $(VENV)/.release: EXTRAS = --group release
+$(VENV)/.deploy: EXTRAS = --group deploy
 $(VENV)/.gpu: EXTRAS = kvproto[cuda]
 $(VENV)/.real: EXTRAS = kvproto-reference[real]
 $(VENV)/.jax: EXTRAS = kvproto-reference[jax]
@@ -65,8 +66,9 @@ test-thorough: $(VENV)/.test
 quick: $(VENV)/.test
 	@$(PY) -m pytest -n $(CORES) -m "not slow" $(ARGS)
 
-# Files of deploy/: options, probes, alerts and panels beside what they name, and each run in namespaces that stand for pods.
-deploy-test: $(VENV)/.test | $(VENV)/debian/usr/bin/etcd $(VENV)/debian/usr/bin/promtool
+# Files of deploy/: options, probes, alerts and panels beside what they name, by the schemas of Compose and Kubernetes, and
+# each run in namespaces that stand for pods.
+deploy-test: $(VENV)/.test $(VENV)/.deploy | $(VENV)/debian/usr/bin/etcd $(VENV)/debian/usr/bin/promtool
 	@$(PY) -m pytest tests/examples/test_deploy.py tests/examples/test_alerts.py $(ARGS)
 
 # Every engine of four pairs is restarted under load, and one killed by -9 each minute, for ten minutes; the summary says what was lost.

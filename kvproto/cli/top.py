@@ -171,9 +171,8 @@ def _top(feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, once: b
             troubled = state.total("kvproto_suspects") or state.total("kvproto_quarantined_pages")
             cells = (Text(printable(_COLUMNS[name](state))) for name in shown)
             table.add_row(*cells, style="yellow" if troubled else "")
-        joined = Table(
-            "engine", "peer", "version", "transports", "features", box=None, header_style="bold", pad_edge=False
-        )
+        heads = ("engine", "peer", "version", "transports", "features")
+        joined = Table(*heads, box=None, header_style="bold", pad_edge=False)
         for state in states.values():
             for each in () if state.ended else state.sessions:
                 told = (str(each.get(name, "")) for name in ("peer", "version", "transports", "features"))

@@ -57,10 +57,7 @@ class FeedServer:
     def __init__(
         self, path: str | Path, ask: Callable[[], list[MetricSample]], sessions: Callable[[], Iterable[Any]] = list
     ) -> None:
-        """Listen at `path`; `ask` returns the metrics, `sessions` the records of peers that are connected.
-
-        Raises LocalError(OUT_OF_RANGE) for an unusable path.
-        """
+        """Listen at `path`; `ask` returns metrics, then `sessions` records of peers. Raises LocalError."""
         self._path, self._ask, self._sessions, self._pid = str(path), ask, sessions, os.getpid()
         self._listener = _listen(self._path)
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)

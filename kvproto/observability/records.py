@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -128,10 +128,8 @@ class Observer:
         """Count an event, log it, and pass it on to the feed."""
         if self.counts is not None:
             self.counts.hear(event)
-        if self.feed is not None and isinstance(event, e.Connected):
+        if isinstance(event, e.Connected) and self.feed is not None:
             self.sessions[event.peer] = record_of(event)
-        elif isinstance(event, e.Disconnected):
-            self.sessions.pop(event.peer, None)
         level, followed = RECORDS[type(event)][0], self.feed is not None and self.feed.followed
         if isinstance(event, e.Connected) and (event.warnings or event.unstated):
             level = logging.WARNING  # the peer's model may be another
@@ -154,6 +152,9 @@ class Observer:
         """All metrics; to be called under the node's lock."""
         counted = [] if self.counts is None else self.counts.samples(self.base)
         return [*counted, *self.gauges()]
+
+    def keep(self, names: Container[str]) -> None:
+        self.sessions = {peer: record for peer, record in self.sessions.items() if peer in names}
 
     def start(self) -> None:
         if self.feed is not None:

@@ -315,6 +315,7 @@ class EngineRank(Closing):
         yield "kvproto_in_flight", (), self.in_flight
         yield "kvproto_draining", (), int(self._draining)
         yield "kvproto_peers", (), census.peers
+        self._observer.keep(census.names)
         yield "kvproto_suspects", (), census.suspects
         yield "kvproto_resends_total", (), census.resends
         held = self.quarantined

@@ -121,7 +121,8 @@ class Endpoint:
     def census(self) -> Counters:
         """Count the peers of its sessions now, and the requests that were sent again so far."""
         peers = [session for session in self.sessions.values() if session.open and session.known]
-        return Counters(len(peers), sum(session.suspect for session in peers), self.resends)
+        names = frozenset(session.name for session in peers)
+        return Counters(len(peers), sum(session.suspect for session in peers), self.resends, names)
 
     def goodbye(self, reason: str) -> None:
         """End every session in order."""

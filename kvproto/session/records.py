@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 
 class Counters(NamedTuple):
-    """The numbers of open sessions, of those whose peer is suspect, and of requests that were ever sent again."""
+    """The numbers of open sessions, of those whose peer is suspect, and of requests ever sent again; peers by name."""
 
     peers: int
     suspects: int
     resends: int
+    names: frozenset[str]
 
 
 @attrs.define(eq=False)

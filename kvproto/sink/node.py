@@ -226,6 +226,7 @@ class SinkNode:
             sum(count.peers for count in counters),
             sum(count.suspects for count in counters),
             self._resends + sum(count.resends for count in counters),
+            frozenset().union(*(count.names for count in counters)),
         )
 
     @property

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -133,6 +134,30 @@ def test_services_of_compose_have_time_to_drain_and_the_places_that_they_name() 
     ]
     probed = {name for name, each in made["services"].items() if any("--probes" in a for a in each.get("command", ()))}
     assert set(targets) == {f"{name}:9400" for name in probed}
+
+
+def said_by(program: str, *given: object) -> str:
+    """The complaints of a program about a file; empty if it has none."""
+    found = shutil.which(program, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if found is None:
+        pytest.skip(f"{program} is not here: make deploy-test installs it")
+    ran = subprocess.run([found, *map(str, given)], capture_output=True, text=True, timeout=100)
+    return ran.stderr + ran.stdout * bool(ran.returncode)
+
+
+def test_compose_itself_reads_its_file(tmp_path: Path) -> None:
+    text, wrong = (DEPLOY / "compose.yaml").read_text(), tmp_path / "compose.yaml"
+    wrong.write_text(text.replace("stop_grace_period", "stop_after"))
+    assert said_by("docker-compose", "-f", DEPLOY / "compose.yaml", "config", "--quiet") == ""
+    assert "stop_after" in said_by("docker-compose", "-f", wrong, "config", "--quiet")
+
+
+def test_manifests_are_as_the_api_of_kubernetes_says(tmp_path: Path) -> None:
+    wrong = tmp_path / "kubernetes.yaml"
+    wrong.write_text(MANIFEST.read_text().replace("terminationGracePeriodSeconds", "terminationSeconds"))
+    said = said_by("kubernetes-validate", "--strict", MANIFEST)
+    assert all(" passed for resource " in line for line in said.splitlines()), said
+    assert "terminationSeconds" in said_by("kubernetes-validate", "--strict", wrong)
 
 
 @pytest.mark.parametrize("unit", sorted(path.name for path in UNITS.iterdir()))

@@ -9,7 +9,6 @@ import pytest
 from kvproto.errors import LocalError, RemoteError
 from kvproto.events import Suspected
 from kvproto.session.limits import MAX_TRANSFERS, PATIENCE, PING_SILENCE, RESEND, TICKET_WAIT
-from kvproto.session.records import Counters
 from kvproto.session.table import SessionState
 from kvproto.wire import decode, encode
 from kvproto.wire import messages as m
@@ -727,9 +726,9 @@ def test_a_transfer_is_aborted_once() -> None:
 def test_the_census_counts_peers_and_suspects_and_what_was_sent_again() -> None:
     world = Heard()
     (source,) = world.sources.values()
-    assert source.census() == Counters(peers=1, suspects=0, resends=0)
+    assert source.census()[:3] == (1, 0, 0)
     world.keep = lambda to, frame: 0
     world.pass_time(PING_SILENCE)
     world.pass_time(RESEND)
     world.pass_time(PING_SILENCE)
-    assert source.census() == Counters(peers=1, suspects=1, resends=2)
+    assert source.census()[:3] == (1, 1, 2)

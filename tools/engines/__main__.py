@@ -62,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         handed("vllm_cannot", "", models), handed("vllm_suite", ""), handed("vllm_specs", second),
         probed("vllm", "0.33.0", second, two, vllm_differences), probed("vllm", "0.32.0", "", one, vllm_differences),
         handed("vllm_serve", "", models), handed("vllm_tiers", "", models), handed("vllm_specs", ""),
+        handed("vllm_directory", "", models),
     ])  # fmt: skip
     sglang = deque([
         Part("docs/engines_own.md", lambda: [report("what it says of the engines' own connectors", own.differences(at))]),

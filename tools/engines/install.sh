@@ -11,6 +11,9 @@ beside() { # kvproto itself, as its user has it; the second release computes by 
   test -d "$root/sgt/sglang_router" || # SGLang's load balancer
     "$root/venv/bin/python" -m pip --disable-pip-version-check -q install --no-compile --no-deps --target "$root/sgt" \
       sglang-router==0.3.2 || exit 1
+  test -d "$root/router" || # vLLM's
+    "$root/venv/bin/python" -m pip --disable-pip-version-check -q install --no-compile --no-deps --target "$root/router" \
+      vllm-router==0.1.17 orjson || exit 1
   touch "$root/.kvproto"
 }
 test -f "$root/.ready" && beside && exit 0

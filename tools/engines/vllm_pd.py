@@ -282,11 +282,11 @@ def run(pairs: list[Pair], folder: str, *words: str) -> int:
                 ways = [(engines[0], engines[1]), (engines[1], engines[0])] if pair.distance else []
                 for seed, (prefill, decode) in enumerate(ways):
                     said, found = apart(decode, handed_over(prefill), prefill, "in the other's blocks", seed)
-                    wrong += _told(begun, f"{pair.title}: {prefill.name} to {decode.name}: {said}", found)
+                    wrong += told(begun, f"{pair.title}: {prefill.name} to {decode.name}: {said}", found)
                 for case in pair.cases:
-                    wrong += _told(begun, f"{pair.title}: {case.__name__.replace('_', ' ')}", list(case(*engines)))
+                    wrong += told(begun, f"{pair.title}: {case.__name__.replace('_', ' ')}", list(case(*engines)))
             except (RuntimeError, TimeoutError, OSError) as error:  # other pairs go on
-                wrong += _told(begun, pair.title, [str(error)])
+                wrong += told(begun, pair.title, [str(error)])
             finally:
                 for engine in engines:
                     engine.stop()
@@ -304,7 +304,7 @@ def _filled(models: Path, given: Any) -> Any:
     return found
 
 
-def _told(begun: float, title: str, found: list[str]) -> bool:
+def told(begun: float, title: str, found: list[str]) -> bool:
     """Print a line, and what differs; whether it does."""
     import vllm
 

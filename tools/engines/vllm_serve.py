@@ -1,4 +1,4 @@
-"""docs/vllm.md and vllm-reference.md as a user follows them: two servers, curl, a proxy. `ENGINE/python -m tools.engines.vllm_serve MODELS [NAME]`.
+"""docs/vllm.md and vllm-reference.md as a user follows them: two servers, curl, a proxy, vLLM's own router. `ENGINE/python -m tools.engines.vllm_serve MODELS [NAME]`.
 
 The commands are those of the pages. Only the model, the folder, the ports and what makes a server small are put in. With
 the NAME of a model (tools/engines/vllm_models.py) each server has two data-parallel replicas of it, as the reference says.
@@ -24,6 +24,8 @@ from tools.engines.serving import ANSWERS, ENDS, free_port, wait
 from tools.engines.vllm_models import make
 
 _ROOT = Path(__file__).parents[2]
+_ROUTER = Path(sys.prefix).parent / "router"
+"""The folder of vLLM's router, in which install.sh puts it."""
 _PAGES = [_ROOT / "docs/vllm.md", _ROOT / "docs/vllm-reference.md"]
 _REPLICAS = {
     "--port": "--data-parallel-size 2 --port", "prefill-{rank}": "prefill-{replica}-{rank}",
@@ -40,7 +42,10 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         found = list(_differences(make(Path(argv[0]), (*argv, "llama")[1]), Path(folder), replicas=len(argv) > 1))
     head = "DIFFERS" if found else "same   "
-    print(f"{head} {time.monotonic() - began:5.0f} s  docs/vllm.md: two servers, curl, and a proxy", flush=True)
+    print(
+        f"{head} {time.monotonic() - began:5.0f} s  docs/vllm.md: two servers, curl, a proxy, and vLLM's router",
+        flush=True,
+    )
     for line in found:
         print(f"        {line}", flush=True)
     return 1 if found else 0
@@ -99,10 +104,18 @@ def _differences(model: Path, folder: Path, replicas: bool) -> Iterator[str]:
         proxy = [sys.executable, "-m", "tools.engines.proxy", str(port), f"http://localhost:{ports['8100']}", decode]
         running.append(subprocess.Popen(proxy, env=env, cwd=_ROOT))
         wait(port, running, "")
+        routed = free_port()
+        own = env | {"PYTHONPATH": str(_ROUTER)}
+        running.append(subprocess.Popen(_router(routed, ports), env=own, cwd=folder, stdout=sys.stderr))
+        wait(routed, running)
         long = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4
         for text in (prompt, long, *(long[n:] for n in range(8 * replicas))):
-            if (through := _text(f"http://localhost:{port}", model, text)) != (alone := _text(decode, model, text)):
-                yield f"through a proxy {through!r}, not {alone!r}"
+            for name, at in (("a proxy", port), ("vLLM's router", routed)):
+                before = _fetched(decode)
+                if (through := _text(f"http://localhost:{at}", model, text)) != (alone := _text(decode, model, text)):
+                    yield f"through {name} {through!r}, not {alone!r}"
+                if at == routed and text == long and _fetched(decode) == before and not replicas:
+                    yield f"through {name} no page has come from the other engine"
     finally:
         for process in running:
             process.send_signal(signal.SIGINT)
@@ -112,6 +125,21 @@ def _differences(model: Path, folder: Path, replicas: bool) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 yield f"{process.args!r} does not end"
                 process.kill()
+
+
+def _router(port: int, ports: dict[str, int]) -> list[str]:
+    """The command of vLLM's own router, which knows this connector by what NIXL's answers have too."""
+    places = [f"http://127.0.0.1:{at}" for at in ports.values()]
+    given = ["--vllm-pd-disaggregation", "--prefill", places[0], "--decode", places[1], "--kv-connector", "nixl"]
+    listens = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    return [sys.executable, "-m", "vllm_router.launch_router", *given, *listens]
+
+
+def _fetched(server: str) -> float:
+    """Tokens that an engine has from another so far."""
+    with urllib.request.urlopen(f"{server}/metrics", timeout=ANSWERS) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if re.search(r"source_total.*external_kv", line))
 
 
 def _text(server: str, model: Path, prompt: str) -> str:
