@@ -24,7 +24,7 @@ class Calls(Protocol):
 
     @property
     def waiting(self) -> Collection[Any]:
-        """Those that have not begun."""
+        """Calls that have not begun."""
 
     def serve(self) -> None:
         """Do calls until there will be no more: the work of a thread."""

@@ -108,14 +108,7 @@ def _differences(model: Path, folder: Path, replicas: bool) -> Iterator[str]:
         own = env | {"PYTHONPATH": str(_ROUTER)}
         running.append(subprocess.Popen(_router(routed, ports), env=own, cwd=folder, stdout=sys.stderr))
         wait(routed, running)
-        long = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4
-        for text in (prompt, long, *(long[n:] for n in range(8 * replicas))):
-            for name, at in (("a proxy", port), ("vLLM's router", routed)):
-                before = _fetched(decode)
-                if (through := _text(f"http://localhost:{at}", model, text)) != (alone := _text(decode, model, text)):
-                    yield f"through {name} {through!r}, not {alone!r}"
-                if at == routed and text == long and _fetched(decode) == before and not replicas:
-                    yield f"through {name} no page has come from the other engine"
+        yield from _through({"a proxy": port, "vLLM's router": routed}, decode, model, prompt, replicas)
     finally:
         for process in running:
             process.send_signal(signal.SIGINT)
@@ -125,6 +118,18 @@ def _differences(model: Path, folder: Path, replicas: bool) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 yield f"{process.args!r} does not end"
                 process.kill()
+
+
+def _through(fronts: dict[str, int], decode: str, model: Path, prompt: str, replicas: bool) -> Iterator[str]:
+    """Differences between what comes through these, by name and port, and what the decode engine says alone."""
+    long = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4
+    for text in (prompt, long, *(long[n:] for n in range(8 * replicas))):
+        for name, at in fronts.items():
+            before = _fetched(decode)
+            if (through := _text(f"http://localhost:{at}", model, text)) != (alone := _text(decode, model, text)):
+                yield f"through {name} {through!r}, not {alone!r}"
+            if name == "vLLM's router" and text == long and _fetched(decode) == before and not replicas:
+                yield f"through {name} no page has come from the other engine"
 
 
 def _router(port: int, ports: dict[str, int]) -> list[str]:
