@@ -7,7 +7,7 @@ CORES := $(shell nproc)
 # Two more than there are cores, as tests of processes wait for each other.
 JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 2)))
 
-.PHONY: lib lib-test lib-abi equality simulate simulate-faults deploy-test rolling moving demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage release wheel-test models acceptance bench fuzz wild demo-real clean
+.PHONY: lib lib-test lib-fuzz lib-abi equality simulate simulate-faults deploy-test rolling moving demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage release wheel-test models acceptance bench fuzz wild demo-real clean
 # $(VENV)/.X marks that what X needs is installed: EXTRAS of the distributions, and a group of pyproject.toml.
 $(VENV)/.demo: EXTRAS = kvproto[cli] kvproto-reference
 $(VENV)/.test: EXTRAS = kvproto[cli,objects,seal] kvproto-reference --group test
@@ -148,6 +148,12 @@ lib:
 lib-test: $(VENV)/.test
 	@command -v abidiff clang > /dev/null || { echo "installing abigail-tools and clang"; apt-get install -y -qq abigail-tools clang > /dev/null 2>&1 || true; }
 	@$(PY) -m pytest -n $(JOBS) tests/library tests/conformance/test_testees.py -k "not rust and not javascript" -m "thorough or not thorough" $(ARGS)
+
+# libFuzzer on the library for so many seconds; what it has learnt is kept in build/fuzz.
+lib-fuzz:
+	@mkdir -p build/fuzz/seeds && clang -std=c11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Ilibkvproto/include \
+	  -o build/fuzz/library libkvproto/fuzz/fuzz.c libkvproto/src/kvproto.c
+	@build/fuzz/library -max_total_time=$(or $(SECONDS),60) -max_len=6000 -artifact_prefix=build/fuzz/ build/fuzz/seeds
 
 # What the library's interface is from now on, after an addition to it.
 lib-abi: $(VENV)/.test

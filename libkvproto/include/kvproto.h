@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* libkvproto: what an engine in C or C++ needs of kvproto, and nothing else: a strict reader and writer of messages, Descriptions, plans, copy programs and checksums.
  *
  * No global state, no threads, no clock, no sockets, no dependency. A handle that a function has made is not changed by any other that takes it as const, so threads may share it. Memory comes

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* libkvproto is one translation unit, so that nothing but kvp_... has a name outside of it. Each part uses those before it. */
 #include "kvproto.h"
 

@@ -21,24 +21,39 @@ static _Noreturn void broken(Work *w, const Layout *layout, const Rule *rule, co
 }
 static void check_order(Work *w, const Layout *layout, const Rule *rule, const kvp_value *list, const Path *path) {
     for (size_t i = 1; i < list->count; i++) {
-        kvp_value this = element(list, rule->inner, i);
-        for (size_t j = rule->predicate == UNIQUE ? 0 : i - 1; j < i; j++) {
-            kvp_value before = element(list, rule->inner, j);
-            int order = compare(&this, &before);
-            if (rule->predicate == UNIQUE ? !order : rule->predicate == ASCEND ? order <= 0 : order < 0) broken(w, layout, rule, path, rule->fields[0], (long)i);
-        }
+        kvp_value this = element(list, rule->inner, i), before = element(list, rule->inner, i - 1);
+        int order = compare(&this, &before);
+        if (rule->predicate == ASCEND ? order <= 0 : order < 0) broken(w, layout, rule, path, rule->fields[0], (long)i);
     }
 }
+typedef struct { uint64_t number; size_t place; } Placed;
+static int by_placed(const void *a, const void *b, const void *context) {
+    const Placed *x = a, *y = b;
+    (void)context;
+    return x->number != y->number ? (x->number > y->number ? 1 : -1) : (x->place > y->place) - (x->place < y->place);
+}
+static Placed *sorted(Work *w, const kvp_value *list, int inner) { /* numbers of a list, ascending, so that no list is gone through for each element of another */
+    Placed *placed = room_for(w, list->count, sizeof *placed);
+    for (size_t i = 0; i < list->count; i++) placed[i] = (Placed){element(list, inner, i).number, i};
+    sort(w, placed, list->count, sizeof *placed, by_placed, NULL);
+    return placed;
+}
+static void check_unique(Work *w, const Layout *layout, const Rule *rule, const kvp_value *list, const Path *path) {
+    const Placed *placed = sorted(w, list, rule->inner);
+    size_t first = list->count;
+    for (size_t i = 1; i < list->count; i++)
+        if (placed[i].number == placed[i - 1].number && placed[i].place < first) first = placed[i].place;
+    if (first < list->count) broken(w, layout, rule, path, rule->fields[0], (long)first);
+}
 static void check_subset(Work *w, const Layout *layout, const Rule *rule, const kvp_value *list, const kvp_value *all, const Path *path) {
-    for (size_t i = 0; i < list->count; i++) {
-        kvp_value this = element(list, -1, i);
-        bool there = false;
-        for (size_t j = 0; j < all->count && !there; j++) {
-            kvp_value other = element(all, -1, j);
-            there = !compare(&this, &other);
-        }
-        if (!there) broken(w, layout, rule, path, rule->fields[0], (long)i);
+    const Placed *some = sorted(w, list, -1), *others = sorted(w, all, -1);
+    size_t first = list->count;
+    for (size_t i = 0, j = 0; i < list->count; i++) {
+        while (j < all->count && others[j].number < some[i].number) j++;
+        bool there = j < all->count && others[j].number == some[i].number;
+        if (!there && some[i].place < first) first = some[i].place;
     }
+    if (first < list->count) broken(w, layout, rule, path, rule->fields[0], (long)first);
 }
 static void check_lengths(Work *w, const Layout *layout, const Rule *rule, const kvp_value *map, const Path *path) {
     const kvp_value *first = NULL;
@@ -53,8 +68,11 @@ static void check_rule(Work *w, const Layout *layout, const Rule *rule, const kv
     const kvp_value *side[3] = {NULL};
     for (int i = 0; i < 3 && i < rule->count; i++) side[i] = map->items[rule->fields[i]].kind ? &map->items[rule->fields[i]] : NULL;
     switch (rule->predicate) {
-        case ASCEND: case RISE: case UNIQUE:
+        case ASCEND: case RISE:
             if (side[0]) check_order(w, layout, rule, side[0], path);
+            break;
+        case UNIQUE:
+            if (side[0]) check_unique(w, layout, rule, side[0], path);
             break;
         case SUBSET:
             if (side[0] && side[1]) check_subset(w, layout, rule, side[0], side[1], path);

@@ -185,6 +185,20 @@ def test_who_misuses_it_is_told(tmp_path: Path) -> None:
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
 
 
+def test_threads_share_what_they_read(tmp_path: Path) -> None:
+    """Under ThreadSanitizer: Descriptions that are planned from, and a message that is written, by four at once."""
+    pair = world(4)
+    frame = next(case.asks[0].question["frame"] for case in load() if case.id == "Transfer/full")
+    files = {"source": encode_struct(pair.source), "sink": encode_struct(pair.sink), "frame": bytes.fromhex(frame)}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    flags = ["-std=c11", "-O1", "-g", "-fsanitize=thread", "-pthread", f"-I{LIBRARY}/include"]
+    program = tmp_path / "threads"
+    subprocess.run(["gcc", *flags, "-o", program, HERE / "threads.c", LIBRARY / "src/kvproto.c"], check=True, timeout=100)
+    found = subprocess.run([program, *(tmp_path / name for name in files)], capture_output=True, text=True, timeout=100)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
 def test_without_memory_it_refuses_and_gives_back_what_it_has(tmp_path: Path) -> None:
     """At each allocation of all that it does."""
     pair = world(4)
