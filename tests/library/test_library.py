@@ -194,7 +194,9 @@ def test_threads_share_what_they_read(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
     flags = ["-std=c11", "-O1", "-g", "-fsanitize=thread", "-pthread", f"-I{LIBRARY}/include"]
     program = tmp_path / "threads"
-    subprocess.run(["gcc", *flags, "-o", program, HERE / "threads.c", LIBRARY / "src/kvproto.c"], check=True, timeout=100)
+    subprocess.run(
+        ["gcc", *flags, "-o", program, HERE / "threads.c", LIBRARY / "src/kvproto.c"], check=True, timeout=100
+    )
     found = subprocess.run([program, *(tmp_path / name for name in files)], capture_output=True, text=True, timeout=100)
     assert (found.returncode, found.stderr) == (0, "")
 

@@ -1,9 +1,9 @@
 """`python -m tools.equality [--seconds N] [--seed N] [--worlds SHARE] [-- COMMAND]...`: testees beside kvproto.
 
 Each command is a testee (spec/v1/testee.md), and kvproto's own is always one; without a command, libkvproto and the
-planner in Rust are the others, if there are compilers. All are asked the same: plans of worlds that
-an adversary makes up, and frames with faults. They have to accept the same with equal digests, and refuse the same with
-equal code and path. The first difference is made small, printed as a question with all answers, and ends the run with
+planner in Rust are the others, if there are compilers. All are asked the same: plans of worlds that an adversary makes
+up, the copies and checksums of some, and frames with faults. They have to accept the same with equal digests, and
+refuse the same with equal code and path. The first difference is made small, printed as a question with all answers, and ends the run with
 status 1. What a testee does not know (`unsupported`), or may decline (LAYOUT_UNSUPPORTED), is not compared.
 """
 
@@ -27,6 +27,7 @@ from kvproto_conformance.testee import Broken, Testee
 from tools import c_programs
 from tools.equality.frames import bases, frame
 from tools.equality.shrink import shrunk
+from tools.equality.windows import lowering
 from tools.equality.worlds import world
 from tools.specgen.registry import ROOT
 
@@ -95,11 +96,21 @@ def equal(answers: Sequence[Json]) -> bool:
     return all(answer == compared[0] for answer in compared[1:])
 
 
+def differ(answers: Sequence[Json], before: Sequence[Json]) -> bool:
+    """Whether they differ, and none of them breaks that did not before."""
+    return not equal(answers) and all(("broken" in a) == ("broken" in b) for a, b in zip(answers, before, strict=True))
+
+
 def questions(seed: int, share: float) -> Iterator[Json]:
-    """Without end: worlds in a share of them, and frames."""
+    """Without end: worlds in a share of them, a fourth of these with memory and windows, and frames."""
     rng, some = random.Random(seed), bases()
     while True:
-        yield world(rng) if rng.random() < share else frame(rng, some)
+        if rng.random() >= share:
+            yield frame(rng, some)
+        elif rng.random() >= 0.25:
+            yield world(rng)
+        elif question := lowering(rng, world(rng, right=True)):
+            yield question
 
 
 def run(
@@ -112,7 +123,7 @@ def run(
         for question, answers in zip(batch, testees.answers(batch), strict=True):
             counts[f"{question['op']}: {answers[0].get('error', 'accepted')}"] += 1
             if not equal(answers):
-                small = shrunk(question, lambda one: not equal(testees.answers([one])[0]))
+                small = shrunk(question, lambda one: differ(testees.answers([one])[0], answers))
                 return counts, (small, testees.answers([small])[0])
     return counts, None
 

@@ -55,7 +55,11 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def _without(question: Json, path: tuple[Any, ...]) -> Iterator[Json]:
     """The question without what is at a path, and with less of it."""
-    if path[0] == "op" or (len(path) == 1 and path[0] in ("source", "sink", "features")):
+    if (
+        path[0] == "op"
+        or (len(path) == 1 and path[0] in ("source", "sink", "features"))
+        or path[1:2] in (("columns",), ("windows",))
+    ):
         return
     value = _at(question, path)
     found = copy.deepcopy(question)

@@ -47,17 +47,17 @@ class Cache:
     """Numbers of lanes, each of which divides the next."""
 
 
-def world(rng: random.Random) -> Json:
-    """A question of op `plan`: two sides of the same caches, of which some have something wrong."""
+def world(rng: random.Random, right: bool = False) -> Json:
+    """A question of op `plan`: two sides of the same caches, of which some have something wrong, or none if `right`."""
     held = list(_caches(rng))
     without = rng.random() < 0.05
     source = _side(rng, [c for c in held if not (c.model and rng.random() < 0.2)] if rng.random() < 0.3 else held)
     sink = _side(rng, rng.sample(held, rng.randint(1, len(held))) if rng.random() < 0.12 else held)
     if without:
         sink["without"] = rng.sample(_NAMES, rng.randint(1, 3))
-    if rng.random() < 0.15:
+    if rng.random() < 0.15 and not right:
         _state_facts(rng, source, sink)
-    if rng.random() < 0.4:
+    if rng.random() < 0.4 and not right:
         for _ in range(rng.choice([1, 1, 2, 3])):
             spoil(rng, rng.choice([source, sink]))
     features = [name for name in _FEATURES if rng.random() < 0.3]
