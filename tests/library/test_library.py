@@ -15,10 +15,9 @@ from kvproto_conformance.cases import load
 from tests.library.abi import CONSTANTS, KEPT, LIBRARY, built, constants
 from tests.plan.wild_worlds import world
 from tools import c_programs
-from tools.equality.__main__ import KVPROTO, Implementations, equal
+from tools.equality.__main__ import KVPROTO, Implementations, equal, smallest
 from tools.equality.__main__ import run as run_equality
 from tools.equality.frames import bases
-from tools.equality.shrink import shrunk
 from tools.specgen.registry import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
@@ -317,7 +316,7 @@ def test_a_difference_is_found_and_made_small(tmp_path: Path) -> None:
             question, answers = difference
             assert not equal(answers)
             assert len(str(question)) < short
-            assert shrunk(question, lambda one: not equal(both.answers([one])[0])) == question
+            assert smallest(both, question, answers)[0] == question
     finally:
         both.close()
 

@@ -123,9 +123,14 @@ def run(
         for question, answers in zip(batch, testees.answers(batch), strict=True):
             counts[f"{question['op']}: {answers[0].get('error', 'accepted')}"] += 1
             if not equal(answers):
-                small = shrunk(question, lambda one: differ(testees.answers([one])[0], answers))
-                return counts, (small, testees.answers([small])[0])
+                return counts, smallest(testees, question, answers)
     return counts, None
+
+
+def smallest(testees: Implementations, question: Json, answers: Sequence[Json]) -> tuple[Json, list[Json]]:
+    """A smaller question of which these differ too, and their answers to it."""
+    small = shrunk(question, lambda one: differ(testees.answers([one])[0], answers))
+    return small, testees.answers([small])[0]
 
 
 def main() -> int:
