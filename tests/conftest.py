@@ -146,6 +146,7 @@ SLOW = {
     "tools/test_benchmarks.py::test_imports_are_there",
     "tools/test_candidates.py",
     "tools/test_models.py",
+    "tools/test_release.py",
     "tools/test_small_runs.py",
     "transport/test_cuda_convert.py",
     "transport/test_cuda_kernel.py",

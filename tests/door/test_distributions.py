@@ -85,3 +85,8 @@ def test_a_command_imports_no_more_than_it_needs() -> None:
     code = "import sys; from kvproto.cli.main import main; main(['errors', 'BUSY']); print('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_importing_kvproto_imports_neither_numpy_nor_zeromq() -> None:
+    code = "import sys, kvproto; sys.exit(bool({'numpy', 'zmq', 'msgpack'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -184,7 +184,7 @@ class Copy:
 @pytest.fixture
 def repository(tmp_path: Path) -> Copy:
     ignored = shutil.ignore_patterns("__pycache__", "target")
-    for name in ("spec", "docs", "tools", "kvproto", "conformance", "tests"):
+    for name in ("spec", "docs", "tools", "kvproto", "libkvproto", "conformance", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     for name in ("CHANGELOG.md", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)

@@ -42,13 +42,17 @@ def differing(files: list[Path]) -> list[str]:
     The copy has other times and permissions.
     """
     with tempfile.TemporaryDirectory(prefix="kvproto-again-") as folder:
-        copy = Path(folder) / "elsewhere"
-        for name in SOURCES:
-            _copy(ROOT / name, copy / name)
-        again = build(Path(folder) / "built", copy)
+        again = build(Path(folder) / "built", copied(Path(folder) / "elsewhere"))
         if [path.name for path in again] != [path.name for path in files]:
             return [path.name for path in again]
         return [one.name for one, other in zip(files, again, strict=True) if one.read_bytes() != other.read_bytes()]
+
+
+def copied(target: Path) -> Path:
+    """Copy all that distributions are made of into a folder, which is returned."""
+    for name in SOURCES:
+        _copy(ROOT / name, target / name)
+    return target
 
 
 def _built(project: Path, out: Path) -> Iterator[Path]:

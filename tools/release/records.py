@@ -1,8 +1,10 @@
 """Records beside the files of a release: an SBOM of each distribution, checksums, and an index with hashes."""
 
+import platform
 import uuid
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from cyclonedx.model import HashAlgorithm, HashType, Property
@@ -48,7 +50,10 @@ def _sbom(about: Metadata, files: Iterable[Path], epoch: int) -> str:
         description=about.summary,
         licenses=[LicenseExpression(str(about.license_expression))],
         purl=PackageURL("pypi", name=about.name, version=str(about.version)),
-        properties=[Property(name="builder", value="hatchling")],
+        properties=[
+            Property(name="builder", value=f"hatchling {version('hatchling')}"),
+            Property(name="python", value=platform.python_version()),
+        ],
         components=[_file(path) for path in files],
     )
     parts = [_needed(requirement) for requirement in about.requires_dist or ()]
@@ -72,12 +77,12 @@ def _needed(requirement: Requirement) -> Component:
     """A dependency; for which extra, if any, and which versions are accepted, as properties."""
     accepted = {"versions": str(requirement.specifier), "marker": str(requirement.marker or "")}
     exact = [pin.version for pin in requirement.specifier if pin.operator == "=="]
-    version = exact[0] if exact else None
+    pinned = exact[0] if exact else None
     return Component(
         name=requirement.name,
-        version=version,
+        version=pinned,
         type=ComponentType.LIBRARY,
         bom_ref=str(requirement),
-        purl=PackageURL("pypi", name=requirement.name, version=version),
+        purl=PackageURL("pypi", name=requirement.name, version=pinned),
         properties=[Property(name=name, value=value) for name, value in accepted.items() if value],
     )
