@@ -117,7 +117,7 @@ class Liar:
         """`handles` name all memory that there is, of which it may name any."""
         self._simulation, self._handles = simulation, handles
         self._chance = random.Random(f"{simulation.seed} {sender}")
-        self._right = self._chance.choice((0, 3, 6, 8, 12, 20))
+        self._right = self._chance.choice((0, 2, 2, 3, 6, 12, 20))
         self._session = 0
 
     def __call__(self, frame: bytes) -> Frames:
@@ -130,10 +130,10 @@ class Liar:
         if self._right > 0:
             self._right -= 1
             return [(frame, 0.0)]
-        if lie < 0.6:
+        if lie < 0.6 and not (isinstance(right, messages.Register) and chance.random() < 0.4):
             return [(frame, 0.0)]
         self._simulation.reached[f"lie in {type(right).__name__}"] += 1
-        if isinstance(right, messages.Register) and lie < 0.75:
+        if isinstance(right, messages.Register) and chance.random() < 0.5:
             stolen = self._lied(lambda: attrs.evolve(right, regions=tuple(map(self._stolen, right.regions))))
             return [(stolen or frame, 0.0)]
         if lie < 0.85:

@@ -347,6 +347,10 @@ class SimulatedTransport(base.Transport):
             if place is None or not place.owner.alive:
                 advice = "connect to its successor"
                 raise RemoteError(ErrorCode.TRANSPORT_FAILED, path, "memory that is there", "none", advice)
+            if place.memory.length < region.length:
+                raise RemoteError(
+                    ErrorCode.TRANSPORT_FAILED, path, f"{region.length} bytes", "fewer", "send the handle again"
+                )
             if peer.attestation not in place.owner.attestations:
                 self.simulation.reached["memory of another refused"] += 1
                 raise RemoteError(ErrorCode.TRANSPORT_FAILED, path, "the peer's memory", "another's", "name your own")

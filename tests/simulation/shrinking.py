@@ -23,8 +23,10 @@ def shrink(story: Story, kind: str, most: int = 200, fails: Callable[[Story], bo
         for other in _simpler(story):
             if left <= 0:
                 break
+            if other == story:
+                continue
             left -= 1
-            if other != story and fails(other):
+            if fails(other):
                 story, better = other, True
                 break
     return story

@@ -41,7 +41,7 @@ def _trace(order: str) -> str:
 
 def test_every_kind_of_fault_and_end_is_reached() -> None:
     """A world that is too kind tests nothing."""
-    reached = sum((play(of_seed(seed)).reached for seed in range(25, 45)), start=play(of_seed(24)).reached)
+    reached = sum((play(of_seed(seed)).reached for seed in range(28, 48)), start=play(of_seed(27)).reached)
     assert {"Arrived", "Freed", "Expired", "Lost ABORTED", "quarantine", "pool given back"} <= reached.keys()
     assert sum(name.startswith("fault: ") for name in reached) >= 10
 
