@@ -119,7 +119,7 @@ fn runs(runs: &[Run]) -> String {
 
 /// A message or struct in its JSON form, as a type.
 fn typed<T: Body>(json: &Json) -> Result<T> {
-    T::from_record(from_json(T::LAYOUT, json)?)
+    T::from_record(from_json(T::layout(), json)?)
 }
 
 fn terms(json: &Json) -> Option<Terms> {

@@ -9,7 +9,7 @@ use alloc::vec::Vec;
 /// A message or struct of the registry.
 pub trait Body: Sized {
     /// Its fields and rules.
-    const LAYOUT: &'static Layout;
+    fn layout() -> &'static Layout;
 
     /// The typed form of a map that has been read.
     ///
@@ -165,10 +165,12 @@ macro_rules! body {
         }
 
         impl crate::body::Body for $name {
-            const LAYOUT: &'static crate::layout::Layout = &facts::$table;
+            fn layout() -> &'static crate::layout::Layout {
+                &facts::$table
+            }
 
             fn from_record(record: crate::value::Record<'_>) -> crate::error::Result<Self> {
-                let mut values = record.of(Self::LAYOUT)?.into_iter();
+                let mut values = record.of(Self::layout())?.into_iter();
                 Ok($name {
                     $($field: crate::body::field(stringify!($field), values.next())?,)*
                 })
@@ -176,7 +178,7 @@ macro_rules! body {
 
             fn to_record(&self) -> crate::value::Record<'_> {
                 let values = alloc::vec![$(crate::body::Form::give(&self.$field)),*];
-                crate::value::Record::made(Self::LAYOUT, values)
+                crate::value::Record::made(Self::layout(), values)
             }
         }
 
@@ -221,7 +223,7 @@ macro_rules! messages {
             /// `UNKNOWN_MESSAGE` if it is a struct.
             pub fn from_record(record: crate::value::Record<'_>) -> crate::error::Result<Message> {
                 use crate::body::Body;
-                $(if core::ptr::eq(record.layout(), $name::LAYOUT) {
+                $(if core::ptr::eq(record.layout(), $name::layout()) {
                     return $name::from_record(record).map(Message::$name);
                 })*
                 Err(crate::error::Error::at(ErrorCode::UNKNOWN_MESSAGE, "").between("a message", record.layout().name))

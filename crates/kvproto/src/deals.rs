@@ -79,7 +79,7 @@ impl Group {
         let x = token.checked_sub(self.origin)?;
         let (i, turn) = ((x / self.interleave) % self.places(), self.interleave * self.places());
         let rank = self.place(i);
-        let (m, k) = (self.before(self.places(), rank), self.before(i, rank));
+        let (k, m) = self.turns.get(i as usize).copied().unwrap_or((0, 1));
         Some((rank, ((x / turn * m + k) * self.interleave + x % self.interleave) / self.step))
     }
 

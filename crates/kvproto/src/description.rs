@@ -55,6 +55,8 @@ pub struct Group {
     pub(crate) origin: u64,
     /// Empty where none is stated, or where it says nothing.
     pub(crate) order: Vec<u64>,
+    /// Of each place of the order, how many places before it, and how many in all, are of the same cp rank.
+    pub(crate) turns: Vec<(u64, u64)>,
     pub(crate) partial: bool,
     pub(crate) axis: String,
     pub(crate) parts: Vec<Part>,
@@ -99,7 +101,7 @@ impl Description {
     ///
     /// The first thing that a reader of the JSON form refuses, then `BAD_GEOMETRY` at what is wrong with it.
     pub fn from_json(json: &crate::json::Json) -> Result<Description> {
-        let record = crate::json::from_json(Geometry::LAYOUT, json)?;
+        let record = crate::json::from_json(Geometry::layout(), json)?;
         Description::new(Geometry::from_record(record)?)
     }
 
@@ -277,7 +279,8 @@ impl Group {
             encoding: part.encoding.clone(),
             first: it.parts.iter().position(|other| other.name == part.name).unwrap_or(0),
         };
-        let order = it.order.iter().flatten().copied().map(u64::from).collect();
+        let order: Vec<u64> = it.order.iter().flatten().copied().map(u64::from).collect();
+        let order = if it.cp_size == 1 { Vec::new() } else { order };
         Group {
             id: it.id.into(),
             name: it.name.clone(),
@@ -289,7 +292,8 @@ impl Group {
             cp_size: it.cp_size.into(),
             interleave: it.interleave.into(),
             origin: it.origin,
-            order: if it.cp_size == 1 { Vec::new() } else { order },
+            turns: turns(&order),
+            order,
             partial: it.partial.unwrap_or(false),
             axis: it.axis.clone().unwrap_or_else(|| "tokens".to_owned()),
             parts: it.parts.iter().map(part).collect(),
@@ -369,6 +373,18 @@ impl Group {
         }
         Ok(())
     }
+}
+
+fn turns(order: &[u64]) -> Vec<(u64, u64)> {
+    let mut counts: BTreeMap<u64, u64> = BTreeMap::new();
+    let mut turns: Vec<(u64, u64)> = Vec::new();
+    for rank in order {
+        let count = counts.entry(*rank).or_insert(0);
+        turns.push((*count, 0));
+        *count += 1;
+    }
+    turns.iter_mut().zip(order).for_each(|(turn, rank)| turn.1 = counts[rank]);
+    turns
 }
 
 pub(crate) fn ceil(a: u64, b: u64) -> u64 {

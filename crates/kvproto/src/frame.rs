@@ -47,7 +47,7 @@ pub fn encode<T: Body>(message: &T) -> Result<Vec<u8>> {
 ///
 /// The first thing that a strict reader refuses.
 pub fn decode_struct<T: Body>(bytes: &[u8]) -> Result<T> {
-    T::from_record(read_body(T::LAYOUT, bytes)?)
+    T::from_record(read_body(T::layout(), bytes)?)
 }
 
 /// The bytes of a bare struct.

@@ -21,7 +21,7 @@ pub fn from_text<T: Body>(text: &str) -> Result<T> {
         Some(json) => json,
         None => return Err(Error::at(ErrorCode::BAD_TYPE, "").between("JSON", "another text")),
     };
-    T::from_record(from_json(T::LAYOUT, &json)?)
+    T::from_record(from_json(T::layout(), &json)?)
 }
 
 /// The JSON form of a message or struct, its secrets too.

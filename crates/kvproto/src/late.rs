@@ -6,6 +6,7 @@ use crate::enums::{ErrorCode, ItemKind};
 use crate::error::{Error, Result};
 use crate::messages::Grants;
 use alloc::collections::BTreeSet;
+use alloc::vec;
 use alloc::vec::Vec;
 
 impl Group {
@@ -46,8 +47,8 @@ impl Group {
             return rounded(since, self.rows * self.step);
         }
         // After so many turns every cp rank has filled its items.
-        let own = |rank| (0..self.places()).filter(|i| self.place(*i) == rank).count() as u64;
-        let rows: BTreeSet<u64> = (0..self.cp_size).map(|rank| own(rank) * self.interleave / self.step).collect();
+        let places = if self.order.is_empty() { vec![1] } else { self.turns.iter().map(|turn| turn.1).collect() };
+        let rows: BTreeSet<u64> = places.into_iter().map(|many: u64| many * self.interleave / self.step).collect();
         let turns = rows.into_iter().fold(1, |turns, rows| {
             let each = self.rows / common(self.rows, rows);
             turns / common(turns, each) * each

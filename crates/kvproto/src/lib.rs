@@ -16,7 +16,7 @@
 //! are named here are those of the specification.
 #![no_std]
 #![forbid(unsafe_code)]
-#![warn(missing_docs, missing_debug_implementations, unreachable_pub, rust_2018_idioms)]
+#![warn(missing_docs, missing_debug_implementations, rust_2018_idioms)]
 
 extern crate alloc;
 #[cfg(feature = "std")]

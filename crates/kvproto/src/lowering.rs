@@ -274,6 +274,8 @@ struct Home<'a> {
     share: &'a Share,
     columns: &'a Columns,
     window: &'a Grants,
+    /// Local number of the first item of the window.
+    first: u64,
 }
 
 impl<'a> Windows<'a> {
@@ -299,7 +301,9 @@ impl<'a> Windows<'a> {
         }
         let share = layout.share(id).ok_or_else(lacks)?;
         let (columns, window) = (layout.columns.get(&id).ok_or_else(lacks)?, self.by_group.get(&id).ok_or_else(lacks)?);
-        Ok(Some(Home { group, share, columns, window }))
+        let begin = group.rows_of(window.first, window.count).0;
+        let first = group.rows_below(begin, share.cp_rank) / group.rows;
+        Ok(Some(Home { group, share, columns, window, first }))
     }
 
     /// The group in which the rank holds a layer of a part.
@@ -316,13 +320,16 @@ impl<'a> Windows<'a> {
     }
 }
 
+/// First lane, lane after the last, and the number of the first in the rank's own order.
+type Lanes = (u64, u64, u64);
+
 /// A layer of a part on a rank.
 struct Stored<'a> {
     home: &'a Home<'a>,
     /// Column of the layer's first part.
     column: usize,
-    /// Index, and lanes of the rank with the number of the first in its own order, of each section of the part.
-    sections: Vec<(usize, Vec<(u64, u64, u64)>)>,
+    /// Index, and lanes of the rank, of each section of the part.
+    sections: Vec<(usize, Vec<Lanes>)>,
     whole: u64,
 }
 
@@ -348,7 +355,7 @@ impl<'a> Stored<'a> {
     fn spot(&self, byte: u64) -> (Spot, u64) {
         let (lane, byte) = (byte / self.whole, byte % self.whole);
         let parts = &self.home.group.parts;
-        let within = |it: &&(usize, Vec<(u64, u64, u64)>)| {
+        let within = |it: &&(usize, Vec<Lanes>)| {
             let part = &parts[it.0];
             part.at <= byte && byte < part.at + part.lane_bytes
         };
@@ -381,9 +388,7 @@ impl Home<'_> {
         let run = (group.rest_of_run(token) / group.step).max(1);
         match group.owner_of(token) {
             Some((owner, local)) if owner == self.share.cp_rank => {
-                let begin = group.rows_of(self.window.first, self.window.count).0;
-                let before = group.rows_below(begin, self.share.cp_rank);
-                let item = (local / group.rows).checked_sub(before / group.rows).and_then(|index| self.item(index));
+                let item = (local / group.rows).checked_sub(self.first).and_then(|index| self.item(index));
                 (item.map(|item| (item, local % group.rows)), run.min(within(local)))
             }
             _ => (None, run),

@@ -291,6 +291,9 @@ struct Classes {
     sources: Vec<Vec<u64>>,
 }
 
+/// The source's group of a layer, and who holds it on each side.
+type Holding<'a> = (u64, &'a [usize], &'a [usize]);
+
 /// Layers that the same ranks hold, who of the source may send them, and who of the sink needs them.
 struct Alike<'a> {
     home: &'a Group,
@@ -351,7 +354,7 @@ impl Pairing<'_> {
         let lacks = |code, layer: u64| {
             Err(Error::at(code, &at(group, part, "")).between(format!("layer {}", layer), "nobody has it"))
         };
-        let mut sets: BTreeMap<(u64, &[usize], &[usize]), Vec<u64>> = BTreeMap::new();
+        let mut sets: BTreeMap<Holding<'_>, Vec<u64>> = BTreeMap::new();
         for (layer, (_, needy)) in layers() {
             if let Some((from, sending)) = theirs.and_then(|it| it.layers.get(layer)) {
                 sets.entry((*from, sending, needy)).or_default().push(*layer);
