@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from tools.specgen.library import enums, numbers, span, tables
 from tools.specgen.registry import ROOT, Facts, of_core

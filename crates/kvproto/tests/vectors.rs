@@ -1,8 +1,8 @@
-//! Every vector of L1 and L2, by the answers of the testee in examples/: what is read and written, and of what is
+//! Every vector of L1 and L2, by the answers of the testee on top of the crate: what is read and written, and of what is
 //! refused the code and the path. The vectors lie in the repository, beside the specification.
 
 #[allow(dead_code)]
-#[path = "../examples/testee.rs"]
+#[path = "../../../conformance/testees/rust/testee.rs"]
 mod testee;
 
 use kvproto::json::Json;

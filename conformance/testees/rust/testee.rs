@@ -1,8 +1,9 @@
-//! A testee of the conformance suite on top of the crate, role both, level L2 (testee.md): each line of stdin is a
-//! question in JSON, and each line of stdout its answer.
+//! A testee of the conformance suite on top of the crate kvproto, role both, level L2 (testee.md): each line of stdin
+//! is a question in JSON, and each line of stdout its answer.
 //!
 //! ```text
-//! cargo build --release --example testee && kvproto-conformance run -- target/release/examples/testee
+//! rustc --edition 2021 -O --crate-type rlib --crate-name kvproto kvproto/lib.rs
+//! rustc --edition 2021 -O --extern kvproto=libkvproto.rlib -o testee testee.rs && kvproto-conformance run -- ./testee
 //! ```
 
 use kvproto::json::{from_hex, from_json, hex, quote, to_json, Json};
