@@ -138,18 +138,24 @@ struct Held {
     spans: Vec<(u64, u64)>,
 }
 
-/// Who holds a part: of each layer the group, and places in `held`, by ascending rank.
+/// Who holds a part: of each layer the group, and a place in `sets`, which are places in `held`, by ascending rank.
 #[derive(Default)]
 struct Holders {
     held: Vec<Held>,
-    layers: BTreeMap<u64, (u64, Vec<usize>)>,
+    sets: Vec<Vec<usize>>,
+    layers: BTreeMap<u64, (u64, usize)>,
 }
 
 /// By model and the name of the part.
 type Owners<'a> = BTreeMap<(u64, &'a str), Holders>;
 
+/// A group, and layers of it.
+type List<'a> = (u64, &'a [u64]);
+
 fn owners(description: &Description) -> Owners<'_> {
-    let mut owners = Owners::new();
+    // Ranks that hold the same layers are looked at together: there are few such lists, and many ranks.
+    type Alike<'a> = BTreeMap<List<'a>, Vec<usize>>;
+    let mut found: BTreeMap<(u64, &str), (Vec<Held>, Alike<'_>)> = BTreeMap::new();
     for rank in &description.ranks {
         for share in &rank.owns {
             let group = match description.group_of(share.group) {
@@ -157,15 +163,41 @@ fn owners(description: &Description) -> Owners<'_> {
                 None => continue,
             };
             for (p, part) in group.firsts() {
-                let holders = owners.entry((group.model, &part.name[..])).or_default();
-                for layer in &share.layers {
-                    holders.layers.entry(*layer).or_insert((group.id, Vec::new())).1.push(holders.held.len());
-                }
-                holders.held.push(Held { rank: rank.rank, cp_rank: share.cp_rank, spans: spans(group, p, share) });
+                let (held, alike) = found.entry((group.model, &part.name[..])).or_default();
+                alike.entry((group.id, &share.layers)).or_default().push(held.len());
+                held.push(Held { rank: rank.rank, cp_rank: share.cp_rank, spans: spans(group, p, share) });
             }
         }
     }
-    owners
+    found.into_iter().map(|(key, (held, alike))| (key, Holders::of(held, alike.into_iter().collect()))).collect()
+}
+
+impl Holders {
+    /// Of groups and layers those who hold them.
+    fn of(held: Vec<Held>, alike: Vec<(List<'_>, Vec<usize>)>) -> Holders {
+        let mut lists: BTreeMap<u64, (u64, Vec<usize>)> = BTreeMap::new();
+        for (list, ((group, layers), _)) in alike.iter().enumerate() {
+            for layer in *layers {
+                lists.entry(*layer).or_insert((*group, Vec::new())).1.push(list);
+            }
+        }
+        let (mut sets, mut known) = (Vec::new(), BTreeMap::new());
+        let mut layers = BTreeMap::new();
+        for (layer, (group, lists)) in lists {
+            let set = *known.entry(lists).or_insert_with_key(|lists| {
+                let mut places: Vec<usize> = lists.iter().flat_map(|list| &alike[*list].1).copied().collect();
+                places.sort_unstable();
+                sets.push(places);
+                sets.len() - 1
+            });
+            layers.insert(layer, (group, set));
+        }
+        Holders { held, sets, layers }
+    }
+
+    fn of_set(&self, set: usize) -> Vec<&Held> {
+        self.sets[set].iter().map(|place| &self.held[*place]).collect()
+    }
 }
 
 /// Bytes of a part that a share holds, of all of its sections.
@@ -211,9 +243,7 @@ fn plan(source: &Description, sink: &Description, features: Features) -> Result<
         }
     }
     let elected = elect(pairing.pieces, sink.geometry().replica.into(), features);
-    let mut all: Vec<&Row> = elected.values().flatten().collect();
-    all.sort_unstable();
-    let whole = digest(all.into_iter());
+    let whole = digest(elected.values().flatten()); // rows begin with their key
     let route = |((source, sink, group), rows): ((u64, u64, u64), Vec<Row>)| Route {
         source: source as u32,
         sink: sink as u32,
@@ -291,9 +321,6 @@ struct Classes {
     sources: Vec<Vec<u64>>,
 }
 
-/// The source's group of a layer, and who holds it on each side.
-type Holding<'a> = (u64, &'a [usize], &'a [usize]);
-
 /// Layers that the same ranks hold, who of the source may send them, and who of the sink needs them.
 struct Alike<'a> {
     home: &'a Group,
@@ -354,10 +381,11 @@ impl Pairing<'_> {
         let lacks = |code, layer: u64| {
             Err(Error::at(code, &at(group, part, "")).between(format!("layer {}", layer), "nobody has it"))
         };
-        let mut sets: BTreeMap<Holding<'_>, Vec<u64>> = BTreeMap::new();
+        // The source's group of a layer, and who holds it on each side.
+        let mut sets: BTreeMap<(u64, usize, usize), Vec<u64>> = BTreeMap::new();
         for (layer, (_, needy)) in layers() {
             if let Some((from, sending)) = theirs.and_then(|it| it.layers.get(layer)) {
-                sets.entry((*from, sending, needy)).or_default().push(*layer);
+                sets.entry((*from, *sending, *needy)).or_default().push(*layer);
             }
         }
         let mut alike = Vec::new();
@@ -378,12 +406,11 @@ impl Pairing<'_> {
                 };
             compare(home, sent, group, part)?;
             self.classes(home, group, part)?;
-            let layers = match sets.remove(&(*from, &sending[..], &needy[..])) {
+            let layers = match sets.remove(&(*from, *sending, *needy)) {
                 Some(layers) => Rc::new(layers),
                 None => continue,
             };
-            let sending: Vec<&Held> = sending.iter().map(|one| &theirs.held[*one]).collect();
-            let needy: Vec<&Held> = needy.iter().map(|one| &ours.held[*one]).collect();
+            let (sending, needy) = (theirs.of_set(*sending), ours.of_set(*needy));
             if part.encoding.is_none() {
                 alike.push(Alike::new(home, sent, layers, sending, needy));
                 continue;

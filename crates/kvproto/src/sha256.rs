@@ -81,18 +81,17 @@ impl Sha256 {
             let s1 = w[i - 2].rotate_right(17) ^ w[i - 2].rotate_right(19) ^ (w[i - 2] >> 10);
             w[i] = w[i - 16].wrapping_add(s0).wrapping_add(w[i - 7]).wrapping_add(s1);
         }
-        let mut v = self.state;
+        let [mut a, mut b, mut c, mut d, mut e, mut f, mut g, mut h] = self.state;
         for (k, w) in K.iter().zip(w) {
-            let s1 = v[4].rotate_right(6) ^ v[4].rotate_right(11) ^ v[4].rotate_right(25);
-            let ch = (v[4] & v[5]) ^ (!v[4] & v[6]);
-            let t1 = v[7].wrapping_add(s1).wrapping_add(ch).wrapping_add(*k).wrapping_add(w);
-            let s0 = v[0].rotate_right(2) ^ v[0].rotate_right(13) ^ v[0].rotate_right(22);
-            let maj = (v[0] & v[1]) ^ (v[0] & v[2]) ^ (v[1] & v[2]);
-            v.rotate_right(1);
-            v[4] = v[4].wrapping_add(t1);
-            v[0] = t1.wrapping_add(s0).wrapping_add(maj);
+            let s1 = e.rotate_right(6) ^ e.rotate_right(11) ^ e.rotate_right(25);
+            let t1 = h.wrapping_add(s1).wrapping_add((e & f) ^ (!e & g)).wrapping_add(*k).wrapping_add(w);
+            let s0 = a.rotate_right(2) ^ a.rotate_right(13) ^ a.rotate_right(22);
+            let t2 = s0.wrapping_add((a & b) ^ (a & c) ^ (b & c));
+            (h, g, f, e) = (g, f, e, d.wrapping_add(t1));
+            (d, c, b, a) = (c, b, a, t1.wrapping_add(t2));
         }
-        self.state.iter_mut().zip(v).for_each(|(s, v)| *s = s.wrapping_add(v));
+        let state = self.state.iter_mut().zip([a, b, c, d, e, f, g, h]);
+        state.for_each(|(s, v)| *s = s.wrapping_add(v));
     }
 }
 

@@ -142,7 +142,8 @@ pub(crate) fn little(bytes: &[u8]) -> u64 {
 /// The bits that some element has.
 pub(crate) fn bits_of(width: usize, bytes: &[u8]) -> u64 {
     let mut words = bytes.chunks_exact(8);
-    let whole = words.by_ref().fold(0, |bits, it| bits | little(it));
+    let word = |it: &[u8]| it.try_into().map_or(0, u64::from_le_bytes);
+    let whole = words.by_ref().fold(0, |bits, it| bits | word(it));
     let rest = words.remainder().chunks(width).fold(0, |bits, it| bits | little(it));
     // Elements of less than a word lie in it side by side.
     let folded = match width {
