@@ -55,7 +55,8 @@ def in_rust(figures: Path, what: str, given: list[bytes]) -> Callable[[], float]
 
     def seconds(times: int) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([figures, what, str(times)], input=lines, text=True, check=True)
+        done = subprocess.run([figures, what, str(times)], input=lines, text=True, check=True, stdout=subprocess.PIPE)
+        assert done.stdout.strip() == str(times)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 

@@ -27,6 +27,7 @@ from kvproto_conformance.testee import Broken, Testee
 from tools import c_programs
 from tools.equality.frames import bases, frame
 from tools.equality.shrink import shrunk
+from tools.conformance import rust_testee
 from tools.equality.worlds import world
 from tools.specgen.registry import ROOT
 
@@ -37,23 +38,18 @@ _PATIENCE = 120.0
 
 
 def own() -> list[list[str]]:
-    """The commands of libkvproto's testee and the planner in Rust, compiled into build/equality."""
+    """The commands of the testees on libkvproto and on the crate in Rust, compiled into build/equality."""
     folder = ROOT / "build/equality"
     folder.mkdir(parents=True, exist_ok=True)
-    rust = [
-        "rustc",
-        "--edition",
-        "2021",
-        "-O",
-        "-o",
-        str(folder / "rust"),
-        str(ROOT / "conformance/testees/rust/planner.rs"),
-    ]
-    compilers = [c_programs.command("testee", folder / "testee"), rust]
-    here = [command for command in compilers if shutil.which(command[0])]
-    for command in here:
-        subprocess.run(command, check=True)
-    return [[command[command.index("-o") + 1]] for command in here]
+    commands = list[list[str]]()
+    compiler = c_programs.command("testee", folder / "testee")
+    if shutil.which(compiler[0]):
+        subprocess.run(compiler, check=True)
+        commands.append([str(folder / "testee")])
+    if shutil.which("rustc"):
+        rust_testee(ROOT / "conformance/testees/rust", folder / "rust", "-O")
+        commands.append([str(folder / "rust")])
+    return commands
 
 
 class Implementations:

@@ -9,8 +9,8 @@ use core::fmt;
 /// A refusal: the code of the registry, where it is, and what each side has.
 ///
 /// `code` and `path` are those that every implementation gives, and what Refused, Error and Failed carry. `mine` and
-/// `yours` are words for people: what this side expects, and what it got. Neither has the value of a text or of bytes,
-/// which may be secret.
+/// `yours` are words for people: what this side expects, and what it got. Neither has a text or bytes of a frame, which
+/// may be secret, but what Descriptions state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
     /// Reason for the refusal.
