@@ -1,7 +1,7 @@
 """`python -m tools.equality [--seconds N] [--seed N] [--worlds SHARE] [-- COMMAND]...`: testees beside kvproto.
 
 Each command is a testee (spec/v1/testee.md), and kvproto's own is always one; without a command, libkvproto and the
-planner in Rust are the others, if there are compilers. All are asked the same: plans of worlds that
+crate in Rust are the others, if there are compilers. All are asked the same: plans of worlds that
 an adversary makes up, and frames with faults. They have to accept the same with equal digests, and refuse the same with
 equal code and path. The first difference is made small, printed as a question with all answers, and ends the run with
 status 1. What a testee does not know (`unsupported`), or may decline (LAYOUT_UNSUPPORTED), is not compared.
@@ -25,9 +25,9 @@ from typing import Any
 
 from kvproto_conformance.testee import Broken, Testee
 from tools import c_programs
+from tools.conformance import rust_testee
 from tools.equality.frames import bases, frame
 from tools.equality.shrink import shrunk
-from tools.conformance import rust_testee
 from tools.equality.worlds import world
 from tools.specgen.registry import ROOT
 
