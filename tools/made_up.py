@@ -102,7 +102,7 @@ def _struct(since: str) -> Row:
 
 
 def build(facts: Facts, folder: Path) -> None:
-    """Write a whole version to a folder: the registry, the vectors of its codec, kvproto, the crate, and the testees."""
+    """Write a whole version to a folder: registry, vectors of its codec, kvproto, libraries in C and Rust, testees."""
     shutil.copytree(ROOT / "kvproto", folder / "kvproto", ignore=shutil.ignore_patterns("__pycache__"))
     for copied in ("conformance/testees", "libkvproto", "crates/kvproto/src"):
         ignored = shutil.ignore_patterns("__pycache__")

@@ -125,7 +125,11 @@ def _enums(facts: Facts) -> str:
     docs = {name: enum["docs"] for name, enum in facts["enum"].items()}
     docs["ErrorCode"] = {name: error["doc"] for name, error in facts["error"].items()}
     heads = {name: enum["doc"] for name, enum in facts["enum"].items()} | {"ErrorCode": "Reason for a refusal."}
-    lines = [f"//! Enums of the registry. {HEAD}\n", "use crate::facts;", "use crate::layout::{closed_enum, open_enum};"]
+    lines = [
+        f"//! Enums of the registry. {HEAD}\n",
+        "use crate::facts;",
+        "use crate::layout::{closed_enum, open_enum};",
+    ]
     for name, (open_, values) in enums(facts).items():
         macro = "open_enum" if open_ else "closed_enum"
         lines += ["", f"{macro}! {{", f"    /// {heads[name]}", f"    {name}: facts::E_{_upper(name)} {{"]
