@@ -7,7 +7,7 @@ CORES := $(shell nproc)
 # Two more than there are cores, as tests of processes wait for each other.
 JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 2)))
 
-.PHONY: lib lib-test lib-fuzz lib-abi equality simulate simulate-faults deploy-test rolling moving demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage release wheel-test models acceptance bench fuzz wild demo-real clean
+.PHONY: crate lib lib-test lib-fuzz lib-abi equality simulate simulate-faults deploy-test rolling moving demo demo-gpu test test-thorough chaos conformance prove prove-quick quick engines check check-model format docs coverage release wheel-test models acceptance bench fuzz wild demo-real clean
 # $(VENV)/.X marks that what X needs is installed: EXTRAS of the distributions, and a group of pyproject.toml.
 $(VENV)/.demo: EXTRAS = kvproto[cli] kvproto-reference
 $(VENV)/.test: EXTRAS = kvproto[cli,objects,seal] kvproto-reference --group test
@@ -159,7 +159,21 @@ lib-fuzz:
 lib-abi: $(VENV)/.test
 	@$(PY) -m tests.library.abi
 
-# kvproto, libkvproto and the planner in Rust on worlds and frames of an adversary, for as long as one likes.
+# The crate in Rust: built without std too, tested on every vector, linted, documented, packaged; and the testee on top of it.
+crate: CARGO = cd crates/kvproto && CARGO_TARGET_DIR=$(CURDIR)/build/crate RUSTFLAGS="-D warnings" RUSTDOCFLAGS="-D warnings" cargo
+crate: $(VENV)/.demo
+	@command -v cargo > /dev/null || { echo "make crate needs cargo, from rustup or from Debian"; exit 1; }
+	@$(CARGO) build -q --offline --no-default-features
+	@$(CARGO) test -q --offline
+	@cargo clippy --version > /dev/null 2>&1 || { echo "left out for want of clippy"; exit 0; } && $(CARGO) clippy -q --offline --all-targets
+	@cargo fmt --version > /dev/null 2>&1 || { echo "left out for want of rustfmt"; exit 0; } && $(CARGO) fmt --check
+	@$(CARGO) doc -q --offline --no-deps
+	@$(CARGO) package -q --offline --allow-dirty
+	@rustc --edition 2021 -O --crate-type rlib --crate-name kvproto -o build/crate/libkvproto.rlib crates/kvproto/src/lib.rs
+	@rustc --edition 2021 -O --extern kvproto=build/crate/libkvproto.rlib -o build/crate/testee conformance/testees/rust/testee.rs
+	@$(PY) -m kvproto_conformance run -- build/crate/testee
+
+# kvproto, libkvproto and the crate in Rust on worlds and frames of an adversary, for as long as one likes.
 equality: $(VENV)/.test
 	@$(PY) -m tools.equality $(ARGS)
 

@@ -90,6 +90,16 @@ def conversion_gpu() -> Rows:
             )
 
 
+# docs/crate.md
+
+
+@table("crate", "crate", " | Rust | Python")
+def crate() -> Rows:
+    for work, samples in results("crate")["seconds"].items():
+        cells = (f"{median(samples[of]) * 1e6:,.1f}" if of in samples else "" for of in ("rust", "python"))
+        yield work, *cells
+
+
 # docs/gpu.md
 
 

@@ -67,9 +67,9 @@ Seconds on {cores} cores, of cases alone:
 | second opinion | written from the prose a second time, in plain Python; it shares no code with the library |
 | libkvproto | the [library in C](libkvproto.md): codec, plans, copy programs, from the prose alone: a third opinion |
 | source.c, sink.c | engines in C over shm and inline, from the prose alone; they need libkvproto and libzmq |
-| codec.mjs, codec.rs | a strict reader and writer each, in one file: [where to begin](implement.md) |
+| codec.mjs | a strict reader and writer, in one file: [where to begin](implement.md) |
 | planner.py | the planner of the core alone, without token deals, sections and encodings, in plain Python |
-| planner.rs | all that two engines compute alike, in Rust on std alone, from the prose alone: a fourth opinion |
+| crate kvproto | the [crate in Rust](crate.md): all that two engines compute alike, from the prose alone: a fourth opinion |
 | codec.pl, planner.pl | a codec, and the planner of the core, in Perl: by an agent, from [its page](agents.md) and the pages that it names |
 
 Yours belongs here: run the suite with `--report report.json`, and send the report with your change to this page.
@@ -126,11 +126,18 @@ def runs(live: bool) -> Iterator[Run]:
         for name in ("codec", "planner"):
             yield f"{name}-pl", [], ["perl", str(TESTEES / f"perl/{name}.pl")]
     if shutil.which("rustc"):
-        for name in ("codec", "planner"):
-            program = PAGES / f"{name}-rs"
-            flags = ["--edition", "2021", "-O"]
-            subprocess.run(["rustc", *flags, "-o", program, TESTEES / f"rust/{name}.rs"], check=True)
-            yield f"{name}-rs", [], [str(program)]
+        program = PAGES / "testee-rs"
+        rust_testee(TESTEES / "rust", program, "-O")
+        yield "crate", [], [str(program)]
+
+
+def rust_testee(folder: Path, program: Path, *flags: str) -> None:
+    """Compile the testee in Rust of a folder, and the crate that lies in it, by rustc alone."""
+    rustc, library = ["rustc", "--edition", "2021", *flags], str(program.with_name("libkvproto.rlib"))
+    crate = ["--crate-type", "rlib", "--crate-name", "kvproto", "-o", library, str(folder / "kvproto/lib.rs")]
+    subprocess.run([*rustc, *crate], check=True, timeout=300)
+    linked = ["--extern", f"kvproto={library}", "-o", str(program), str(folder / "testee.rs")]
+    subprocess.run([*rustc, *linked], check=True, timeout=300)
 
 
 def meets(claim: list[str], command: list[str]) -> int:

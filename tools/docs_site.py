@@ -38,6 +38,7 @@ ASSETS = (
     "conformance/testees/node/*.mjs",
     "conformance/testees/perl/*.pl",
     "conformance/testees/rust/*.rs",
+    "crates/kvproto/examples/*.rs",
     "conformance/kvproto_conformance/*.json",
 )
 WATCHED = (

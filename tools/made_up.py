@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tools.specgen import minors, testees
+from tools.specgen import minors, rust, testees
 from tools.specgen.__main__ import modules
 from tools.specgen.lint import DIGESTED, lint
 from tools.specgen.registry import ROOT, SPEC, Facts, as_json
@@ -102,11 +102,12 @@ def _struct(since: str) -> Row:
 
 
 def build(facts: Facts, folder: Path) -> None:
-    """Write a whole version to a folder: the registry, the vectors of its codec, kvproto, and the testees."""
+    """Write a whole version to a folder: registry, vectors of its codec, kvproto, libraries in C and Rust, testees."""
     shutil.copytree(ROOT / "kvproto", folder / "kvproto", ignore=shutil.ignore_patterns("__pycache__"))
-    for copied in ("conformance/testees", "libkvproto"):
-        shutil.copytree(ROOT / copied, folder / copied, ignore=shutil.ignore_patterns("__pycache__"))
-    made = {**modules(facts), **testees.testees(facts), **minors.vectors(facts)}
+    for copied in ("conformance/testees", "libkvproto", "crates/kvproto/src"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / copied, folder / copied, symlinks=True, ignore=ignored)
+    made = {**modules(facts), **testees.testees(facts), **rust.crate(facts), **minors.vectors(facts)}
     made[SPEC / "registry.json"] = as_json(facts)
     for path, text in made.items():
         place = folder / path.relative_to(ROOT)

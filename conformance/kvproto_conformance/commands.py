@@ -28,19 +28,22 @@ from kvproto_conformance.testee import Testee
 
 Json = dict[str, Any]
 _FORMS = {"junit": report.junit, "html": html.page, "badge": report.badge, "summary": report.summary}
-_RUST = ("planner", "agree", "codec", "deal", "description", "elect", "late", "lower", "plan", "sha256")
+_RUSTC = "rustc --edition 2021 -O"
 STARTS = {
     "python": [TEMPLATES / "minimal.py"],
     "node": [TEMPLATES / "node/codec.mjs"],
     "c": [TEMPLATES / "c/testee.c", LIBRARY / "include/kvproto.h", *sorted((LIBRARY / "src").glob("*.c"))],
-    "rust": [TEMPLATES / f"rust/{name}.rs" for name in _RUST],
+    "rust": [TEMPLATES / "rust/testee.rs", *sorted((TEMPLATES / "rust/kvproto").glob("*.rs"))],
 }
-"""The files to begin with in each language: the first becomes `testee`, the others keep their names."""
+"""The files to begin with in each language: the first becomes `testee`, the others keep their names and folders."""
 _NEXT = {
     "python": "kvproto-conformance smoke -- python {}",
     "node": "kvproto-conformance smoke -- node {}",
     "c": "gcc -std=c11 -O2 -o testee {} {folder}/kvproto.c && kvproto-conformance smoke -- ./testee",
-    "rust": "rustc --edition 2021 -O -o testee {} && kvproto-conformance smoke -- ./testee",
+    "rust": (
+        f"cd {{folder}} && {_RUSTC} --crate-type rlib --crate-name kvproto kvproto/lib.rs\n"
+        f"{_RUSTC} --extern kvproto=libkvproto.rlib -o testee testee.rs && kvproto-conformance smoke -- ./testee"
+    ),
 }
 
 
@@ -338,22 +341,30 @@ def copied(args: Namespace) -> int:
     return 0
 
 
+def _place(source: Path) -> Path:
+    """The place of a file to begin with in its folder, in which sources of the crate have one of their own."""
+    crate = TEMPLATES / "rust"
+    return source.relative_to(crate) if source.is_relative_to(crate) else Path(source.name)
+
+
 def started(args: Namespace) -> int:
     """`init-testee`: a testee to begin with."""
     sources = STARTS[args.lang]
-    targets = [args.folder / source.name for source in sources]
+    targets = [args.folder / _place(source) for source in sources]
     targets[0] = args.folder / f"testee{sources[0].suffix}"
     for target in targets:
         if target.exists():
             raise Wrong(f"{target} is there already")
     for source, target in zip(sources, targets, strict=True):
         try:
+            if target.parent != args.folder:
+                target.parent.mkdir(exist_ok=True)
             with target.open("x", encoding="utf-8") as file:
                 file.write(source.read_text(encoding="utf-8"))
             target.chmod(0o755)
         except OSError as error:
             raise Wrong(f"{target}: {error.strerror}") from None
-    print(*targets, _NEXT[args.lang].format(targets[0], folder=args.folder), sep="\n")
+    print(*targets, _NEXT[args.lang].format(targets[0], folder=shlex.quote(str(args.folder))), sep="\n")
     return 0
 
 

@@ -62,6 +62,8 @@ def cases() -> Iterator[dict[str, Any]]:
         ) if group.tokens_per_row > 1 else ():  # fmt: skip
             yield _case(id, group, 0, since, first, end, late, "inside a row" if first < end else "no tokens")
 
+    for late in (False, True):
+        yield _case("pages", PLAIN, 0, [17], 8, 8, late, "no tokens, of which none is gone")
     slot = attrs.evolve(PLAIN, kind=ItemKind.SLOT, tokens_per_row=4)
     yield _case("slot", slot, 0, [0], 6, END, False, "a slot moves whole")
 

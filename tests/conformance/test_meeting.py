@@ -24,6 +24,7 @@ from kvproto_conformance.meeting import Sample, Version, heard, meet, negotiate
 from kvproto_conformance.run import Wrong, run
 from kvproto_conformance.testee import Testee as Driver
 from tools import c_programs, made_up
+from tools.conformance import rust_testee
 from tools.specgen.registry import ROOT
 from tools.specgen.registry import load as registry
 
@@ -82,12 +83,15 @@ def later(request: pytest.FixtureRequest, versions: Callable[[str], Built]) -> I
         "python": ["env", f"PYTHONPATH={folder}", sys.executable, str(testees / "python_kvproto.py")],
         "node": ["node", str(testees / "node/codec.mjs")],
         "c": c_programs.command("testee", program, ["-std=c11", "-O0"], folder),
-        "rust": ["rustc", "-o", str(program), str(testees / "rust/codec.rs")],
+        "rust": ["rustc", str(program)],
     }[language]
     if shutil.which(command[0]) is None:
         pytest.skip(f"no {command[0]}")
-    if str(program) in command:
+    if language == "rust":
+        rust_testee(testees / "rust", program)
+    elif str(program) in command:
         subprocess.run(command, check=True, timeout=100)
+    if str(program) in command:
         command = [str(program)]
     with started(command) as testee:
         yield Later(version, folder / "spec/v1/vectors", testee)

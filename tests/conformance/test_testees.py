@@ -25,6 +25,7 @@ from tests.plan.test_spreading import odd_world
 from tests.plan.wild_worlds import world
 from tests.plan.worlds import caches, side
 from tools import c_programs
+from tools.conformance import rust_testee
 
 TESTEES = Path(__file__).parents[2] / "conformance/testees"
 STRICT = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
@@ -62,13 +63,13 @@ def test_what_perl_plans_is_conformant(capsys: Said) -> None:
     assert f"conformant: kvproto {spec()} · planner · L2 · " in capsys.readouterr().out
 
 
-def rust(folder: Path, source: Path = TESTEES / "rust/codec.rs", *flags: str) -> list[str]:
+def rust(folder: Path, source: Path) -> list[str]:
     """Without a warning; where a number overflows or an index is out of bounds, it panics."""
     if shutil.which("rustc") is None:
         pytest.skip("no rustc")
-    program = folder / f"{source.stem}-rs"
-    subprocess.run(["rustc", "-D", "warnings", *flags, "-o", program, source], check=True, timeout=100)
-    return [str(program)]
+    checked = ["-C", "overflow-checks", "-C", "debug-assertions"]
+    rust_testee(source, folder / "testee", "-D", "warnings", "-C", "opt-level=1", *checked)
+    return [str(folder / "testee")]
 
 
 MESSAGES = "catalogue", "epochs", "inline", "intent", "pull", "staged", "storage"
@@ -79,11 +80,13 @@ PLANS = "cold", "deals", "json", "sections", "spread", "streams", "verify"
 @pytest.fixture(scope="module", params=["c", "javascript", "perl", "rust"])
 def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "rust":
+        planner: list[str] = request.getfixturevalue("planner")
+        return planner
     commands: dict[str, Callable[[], list[str]]] = {
         "c": lambda: compiled(SANITIZED, folder),
         "javascript": javascript,
         "perl": perl,
-        "rust": lambda: rust(folder),
     }
     return commands[request.param]()
 
@@ -103,13 +106,7 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """As `init-testee` gives it."""
     folder = tmp_path_factory.mktemp("planner")
     assert main(["init-testee", "--lang", "rust", str(folder)]) == 0
-    checked = ["-C", "overflow-checks", "-C", "debug-assertions"]
-    return rust(folder, folder / "testee.rs", "--edition", "2021", "-C", "opt-level=1", *checked)
-
-
-def test_what_rust_plans_and_lowers_is_conformant(planner: list[str], capsys: Said) -> None:
-    assert main(["run", *planner]) == 0
-    assert f"conformant: kvproto {spec()} · {WHOLE}" in capsys.readouterr().out
+    return rust(folder, folder)
 
 
 def test_rust_plans_as_kvproto_does(planner: list[str]) -> None:
@@ -255,10 +252,22 @@ def test_init_testee_gives_libkvproto_whole(tmp_path: Path, capsys: Said) -> Non
 
 
 def test_init_testee_gives_all_files_or_none(tmp_path: Path, capsys: Said) -> None:
-    (tmp_path / "plan.rs").write_text("mine")
+    (tmp_path / "kvproto").mkdir()
+    (tmp_path / "kvproto/plan.rs").write_text("mine")
     assert main(["init-testee", "--lang", "rust", str(tmp_path)]) == 2
     assert capsys.readouterr().err.strip().endswith("plan.rs is there already")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("plan.rs", "mine")]
+    assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["mine"]
+
+
+def test_init_testee_says_how_to_compile_it(tmp_path: Path, capsys: Said) -> None:
+    """The crate and the testee, by rustc alone."""
+    if shutil.which("rustc") is None:
+        pytest.skip("no rustc")
+    assert main(["init-testee", "--lang", "rust", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    steps = said[said.index("cd ") :].rpartition(" && ")[0].replace(" -O", "")
+    subprocess.run(["sh", "-e", "-c", steps], check=True, timeout=100)
+    assert main(["smoke", "--", str(tmp_path / "testee")]) == 0
 
 
 def test_a_live_engine_is_asked_by_the_same_command(tmp_path: Path, capsys: Said) -> None:

@@ -17,6 +17,7 @@ RUNS = [
     "acceptance --quick",
     "codec --rounds 1",
     "convert_host --rounds 1 --tokens 64",
+    "crate --rounds 1",
     "dcp_gpu --device cpu --gpus 1",
     "dcp_serving_gpu --device cpu --gpus 2",
     "floods --quick",

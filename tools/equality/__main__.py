@@ -1,7 +1,7 @@
 """`python -m tools.equality [--seconds N] [--seed N] [--worlds SHARE] [-- COMMAND]...`: testees beside kvproto.
 
 Each command is a testee (spec/v1/testee.md), and kvproto's own is always one; without a command, libkvproto and the
-planner in Rust are the others, if there are compilers. All are asked the same: plans of worlds that an adversary makes
+crate in Rust are the others, if there are compilers. All are asked the same: plans of worlds that an adversary makes
 up, the copies and checksums of some, and frames with faults. They have to accept the same with equal digests, and
 refuse the same with equal code and path. The first difference is made small, printed as a question with all answers, and ends the run with
 status 1. What a testee does not know (`unsupported`), or may decline (LAYOUT_UNSUPPORTED), is not compared.
@@ -25,6 +25,7 @@ from typing import Any
 
 from kvproto_conformance.testee import Broken, Testee
 from tools import c_programs
+from tools.conformance import rust_testee
 from tools.equality.frames import bases, frame
 from tools.equality.shrink import shrunk
 from tools.equality.windows import lowering
@@ -38,23 +39,18 @@ _PATIENCE = 120.0
 
 
 def own() -> list[list[str]]:
-    """The commands of libkvproto's testee and the planner in Rust, compiled into build/equality."""
+    """The commands of the testees on libkvproto and on the crate in Rust, compiled into build/equality."""
     folder = ROOT / "build/equality"
     folder.mkdir(parents=True, exist_ok=True)
-    rust = [
-        "rustc",
-        "--edition",
-        "2021",
-        "-O",
-        "-o",
-        str(folder / "rust"),
-        str(ROOT / "conformance/testees/rust/planner.rs"),
-    ]
-    compilers = [c_programs.command("testee", folder / "testee"), rust]
-    here = [command for command in compilers if shutil.which(command[0])]
-    for command in here:
-        subprocess.run(command, check=True)
-    return [[command[command.index("-o") + 1]] for command in here]
+    commands = list[list[str]]()
+    compiler = c_programs.command("testee", folder / "testee")
+    if shutil.which(compiler[0]):
+        subprocess.run(compiler, check=True)
+        commands.append([str(folder / "testee")])
+    if shutil.which("rustc"):
+        rust_testee(ROOT / "conformance/testees/rust", folder / "rust", "-O")
+        commands.append([str(folder / "rust")])
+    return commands
 
 
 class Implementations:

@@ -12,7 +12,7 @@ from hatchling.build import build_sdist, build_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
-    "kvproto", "libkvproto", "reference", "conformance", "integrations", "spec/v1", "distributions",
+    "kvproto", "libkvproto", "crates", "reference", "conformance", "integrations", "spec/v1", "distributions",
     "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", ".gitignore",
 )  # fmt: skip
 """All that distributions are made of."""

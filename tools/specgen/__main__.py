@@ -22,6 +22,7 @@ from tools.specgen import (
     named,
     promela,
     python,
+    rust,
     schema,
     testees,
 )
@@ -62,6 +63,7 @@ def outputs() -> dict[Path, str]:
         **minors.vectors(facts),
         **testees.testees(facts),
         **schema.schemas(facts),
+        **rust.crate(facts),
     }
     return made | stamped(facts, made)
 
