@@ -250,6 +250,18 @@ def test_an_engine_changes_its_role_and_keeps_its_pages(engines: Engines) -> Non
     assert (third.engines[0], third.found["prefill"]) == ("engine-1", {"device": len(TEXT) // 16 * 16})
 
 
+def test_engines_that_do_both_do_not_wait_for_each_other(engines: Engines) -> None:
+    """Each has more prompts for the other than its pool holds; no ticket expires."""
+    engines.start("both", "both", more={n: ["--pages", 24] for n in (0, 1)})
+    requests = [engines.ask(TEXT[n:].encode() + TEXT[:n].encode(), 32) for n in range(16)]
+    for number, request in enumerate(requests):
+        request.number = number
+    engines.until(lambda: all(request.over for request in requests))
+    assert [(request.error, request.tries) for request in requests] == [(None, 1)] * len(requests)
+    assert {request.engines for request in requests} == {("engine-0", "engine-1"), ("engine-1", "engine-0")}
+    assert all(request.tokens == engines.expected(request) for request in requests[:3])
+
+
 def test_verbs_that_cannot_be(engines: Engines) -> None:
     engines.start("prefill", "decode", more={})
     request = engines.ask(TEXT.encode(), 8)

@@ -6,6 +6,7 @@ Each engine is a Source and a Sink over one pool. Beside a prompt's cache it han
 
 import sys
 from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -134,7 +135,43 @@ class PeerProcess(DecodeProcess):
         if self.role == "prefill":
             self._refuse_role(word["id"], "decode", "failed")
             return
+        try:
+            self._check_half(self.sequence(word))
+        except (KvprotoError, EngineError) as error:
+            self.tell("failed", id=word["id"], error=str(error), code=code_of(error))
+            return
         super().on_decode(rank, word)
+
+    # halves, of an engine that does both
+
+    def _check_half(self, sequence: TokenSequence) -> None:
+        """Raise EngineError for a prompt that an engine which does both has no room for."""
+        need, room = max(self._admission.step(sequence)), self.options.pages // 2
+        if self.role == "both" and not sequence.generated and need > room:
+            raise EngineError(
+                f"{len(sequence.prompt)} tokens need {need} pages, and half of the pools of an engine that does both is"
+                f" {room}: raise --pages, or have engines of one role each"
+            )
+
+    def _fits(self, held: Iterable[TokenSequence], need: Sequence[int]) -> bool:
+        """Whether prompts, or requests that are fetched, have at most half of each pool with so many pages more.
+
+        Else two engines that do both could wait for each other: each full of prompts that the other has no pages for,
+        or of pages for prompts that the other has no pages to compute.
+        """
+        tables = [sequence.tables for sequence in held if sequence.tables]
+        room = self.options.pages // 2
+        return self.role != "both" or all(
+            sum(len(each[pool]) for each in tables) + n <= room for pool, n in enumerate(need)
+        )
+
+    def _take(self, job: Decoded, later: bool) -> int | None:
+        """Give a request its pages; one that is to be prefilled elsewhere waits while others have half of the pools."""
+        new = not job.sequence.generated
+        fetched = (each.sequence for each in self._fetching.values() if each.end is None and not each.moved)
+        if new and not self._fits(fetched, self._admission.step(job.sequence)):
+            return None
+        return super()._take(job, later)
 
     # prompts
 
@@ -146,6 +183,7 @@ class PeerProcess(DecodeProcess):
         try:
             sequence = self.sequence(word)
             self.check_room(len(sequence.prompt))
+            self._check_half(sequence)
             lent = self._lend(word["id"], read_ticket(word["ticket"]), sequence, sequence.asked)
         except (KvprotoError, EngineError) as error:
             self.tell("refused", id=word["id"], error=str(error), code=code_of(error))
@@ -184,6 +222,8 @@ class PeerProcess(DecodeProcess):
     def _take_prompt(self, lent: Lent) -> bool:
         """Give a prompt its pages, some with rows already; the last token is computed, as its logits are wanted."""
         sequence, tokens = lent.sequence, len(lent.sequence.prompt)
+        if not self._fits(self._prompts, self.need(tokens)):
+            return False
         if (found := self._prefixes.allocate(sequence, self.need(tokens), self._admission.spare, tokens - 1)) is None:
             return False
         lent.rows = found
