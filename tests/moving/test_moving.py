@@ -110,8 +110,10 @@ DRAWN = SamplingParams(temperature=0.9, seed=3, presence=0.5, logprobs=2)
         ("gqa", "none", None, ["--tp", 2, "--page-size", 32]),
         ("mla", "gqa", DRAWN, ["--page-size", 8]),
         ("mla", "eagle", None, ["--tp", 2, "--dcp", 2, "--interleave", 4]),
+        ("hybrid", "gqa", None, ["--tp", 2]),
+        ("gqa", "none", None, ["--tp", 2, "--framework", "jax"]),
     ],
-    ids=["TP 2 and longer pages", "a draft, drawn tokens", "a head, DCP 2"],
+    ids=["TP 2 and longer pages", "a draft, drawn tokens", "a head, DCP 2", "states, windows and a draft, TP 2", "JAX"],
 )
 def test_a_request_moves_to_and_fro(
     engines: Engines, target: str, draft: str, sampling: SamplingParams | None, more: list[object]
@@ -127,7 +129,7 @@ def test_a_request_moves_to_and_fro(
         move = engines.moved(request, other(request.engines[1]), ahead)
         assert (move.error, request.error) == ("", None)
         assert move.gap > 0
-        if ahead:  # the copy left only what came since, and the last page
+        if ahead and target != "hybrid":  # the copy left only what came since, and the last page
             assert move.copy is not None
             assert (move.copy.error, move.copy.tokens > 0) == ("", True)
             assert move.fetched < move.rows - move.copy.tokens + 32  # whole pages there
@@ -250,6 +252,18 @@ def test_an_engine_changes_its_role_and_keeps_its_pages(engines: Engines) -> Non
     assert (third.engines[0], third.found["prefill"]) == ("engine-1", {"device": len(TEXT) // 16 * 16})
 
 
+def test_engines_that_do_both_do_not_wait_for_each_other(engines: Engines) -> None:
+    """Each has more prompts for the other than its pool holds; no ticket expires."""
+    engines.start("both", "both", more={n: ["--pages", 24] for n in (0, 1)})
+    requests = [engines.ask(TEXT[n:].encode() + TEXT[:n].encode(), 32) for n in range(16)]
+    for number, request in enumerate(requests):
+        request.number = number
+    engines.until(lambda: all(request.over for request in requests))
+    assert [(request.error, request.tries) for request in requests] == [(None, 1)] * len(requests)
+    assert {request.engines for request in requests} == {("engine-0", "engine-1"), ("engine-1", "engine-0")}
+    assert all(request.tokens == engines.expected(request) for request in requests[:3])
+
+
 def test_verbs_that_cannot_be(engines: Engines) -> None:
     engines.start("prefill", "decode", more={})
     request = engines.ask(TEXT.encode(), 8)
@@ -263,10 +277,19 @@ def test_verbs_that_cannot_be(engines: Engines) -> None:
         engines.router.switch("engine-0", "cook")
 
 
-def test_a_hybrid_is_refused_by_name(tmp_path: Path) -> None:
-    made = Command(engine, ["--dir", tmp_path / "kv", "--target", "hybrid", "--draft", "none"])
+def test_pages_of_a_hybrid_are_not_copied(engines: Engines) -> None:
+    engines.start("prefill", "decode", target="hybrid", more={})
+    first = engines.ask(TEXT.encode(), 16)
+    engines.until(lambda: first.over)
+    assert first.tokens == engines.expected(first)
+    copy = engines.copied(first.prompt.tokens, "engine-1", "engine-0")
+    assert "move the request instead" in copy.error
+
+
+def test_pages_on_the_host_are_refused_by_name(tmp_path: Path) -> None:
+    made = Command(engine, ["--dir", tmp_path / "kv", "--draft", "none", "--host-pages", 9])
     status, _, said = made.wait(60)
-    assert (status, "states, windows, kept pages and images do not move yet" in said) == (1, True)
+    assert (status, "pages on the host do not move yet" in said) == (1, True)
 
 
 class Served:

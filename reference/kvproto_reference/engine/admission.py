@@ -37,10 +37,10 @@ class Admission:
     _count: int = attrs.field(default=0, init=False)
 
     def add(self, sequence: TokenSequence) -> None:
-        """Let a new request wait."""
-        self._came[sequence] = self._count
+        """Let a new request wait; one that was decoded before is older than all that were not."""
         self._count += 1
-        self.waiting.append(sequence)
+        self._came[sequence] = -self._count if sequence.generated else self._count
+        insort(self.waiting, sequence, key=self._came.__getitem__)
 
     def step(self, sequence: TokenSequence) -> tuple[int, ...]:
         """Pages of each pool that a request needs for its next step, or for its first one.

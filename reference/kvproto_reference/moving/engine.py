@@ -6,6 +6,7 @@ Each engine is a Source and a Sink over one pool. Beside a prompt's cache it han
 
 import sys
 from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -15,11 +16,12 @@ from kvproto import KvprotoError, Prompt, Request, Sink, Source, Ticket, read_ti
 from kvproto.errors import DeviceFault
 from kvproto.events import Connected, Event, Expired, Freed, ProtocolError, Refused, Undelivered
 
+from ..cache.windows import first_row
 from ..demo.decode import DecodeProcess, rows_of
 from ..demo.decode import Job as Decoded
 from ..demo.options import EngineOptions, parse, rank_address
 from ..engine import logprobs
-from ..engine.description import FIRST, HIDDEN, hidden_bytes, hidden_type
+from ..engine.description import DRAFT, FIRST, HIDDEN, TARGET, hidden_bytes, hidden_type, windows_of
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefill import Prefiller
@@ -58,10 +60,8 @@ class PeerProcess(DecodeProcess):
 
     def __init__(self, options: EngineOptions, world: World) -> None:
         super().__init__(options, world)
-        if self._hybrid or self.kept is not None or options.images:
-            raise EngineError(
-                "states, windows, kept pages and images do not move yet: choose another target, without --host-pages"
-            )
+        if self.kept is not None:
+            raise EngineError("pages on the host do not move yet: leave --host-pages out")
         self.role = options.role
         listen = {rank: rank_address(options.address, options.replica, rank) for rank in range(self.ranks)}
         self.sources = {
@@ -134,7 +134,43 @@ class PeerProcess(DecodeProcess):
         if self.role == "prefill":
             self._refuse_role(word["id"], "decode", "failed")
             return
+        try:
+            self._check_half(self.sequence(word))
+        except (KvprotoError, EngineError) as error:
+            self.tell("failed", id=word["id"], error=str(error), code=code_of(error))
+            return
         super().on_decode(rank, word)
+
+    # halves, of an engine that does both
+
+    def _check_half(self, sequence: TokenSequence) -> None:
+        """Raise EngineError for a prompt that an engine which does both has no room for."""
+        need, room = max(self._admission.step(sequence)), self.options.pages // 2
+        if self.role == "both" and not sequence.generated and need > room:
+            raise EngineError(
+                f"{len(sequence.prompt)} tokens need {need} pages, and half of the pools of an engine that does both is"
+                f" {room}: raise --pages, or have engines of one role each"
+            )
+
+    def _fits(self, held: Iterable[TokenSequence], need: Sequence[int]) -> bool:
+        """Whether prompts, or requests that are fetched, have at most half of each pool with so many pages more.
+
+        Else two engines that do both could wait for each other: each full of prompts that the other has no pages for,
+        or of pages for prompts that the other has no pages to compute.
+        """
+        tables = [sequence.tables for sequence in held if sequence.tables]
+        room = self.options.pages // 2
+        return self.role != "both" or all(
+            sum(len(each[pool]) for each in tables) + n <= room for pool, n in enumerate(need)
+        )
+
+    def _take(self, job: Decoded, later: bool) -> int | None:
+        """Give a request its pages; one that is to be prefilled elsewhere waits while others have half of the pools."""
+        new = not job.sequence.generated
+        fetched = (each.sequence for each in self._fetching.values() if each.end is None and not each.moved)
+        if new and not self._fits(fetched, self._admission.step(job.sequence)):
+            return None
+        return super()._take(job, later)
 
     # prompts
 
@@ -146,6 +182,7 @@ class PeerProcess(DecodeProcess):
         try:
             sequence = self.sequence(word)
             self.check_room(len(sequence.prompt))
+            self._check_half(sequence)
             lent = self._lend(word["id"], read_ticket(word["ticket"]), sequence, sequence.asked)
         except (KvprotoError, EngineError) as error:
             self.tell("refused", id=word["id"], error=str(error), code=code_of(error))
@@ -184,7 +221,10 @@ class PeerProcess(DecodeProcess):
     def _take_prompt(self, lent: Lent) -> bool:
         """Give a prompt its pages, some with rows already; the last token is computed, as its logits are wanted."""
         sequence, tokens = lent.sequence, len(lent.sequence.prompt)
-        if (found := self._prefixes.allocate(sequence, self.need(tokens), self._admission.spare, tokens - 1)) is None:
+        if not self._fits(self._prompts, self.need(tokens)):
+            return False
+        most = 0 if self._hybrid else tokens - 1  # a state is that of the last token, which decode wants
+        if (found := self._prefixes.allocate(sequence, self.need(tokens), self._admission.spare, most)) is None:
             return False
         lent.rows = found
         self._prefiller.add(sequence, found)
@@ -194,8 +234,12 @@ class PeerProcess(DecodeProcess):
         """Tell kvproto that a layer's rows are there, so that they are sent while the next layer computes."""
         lent = self._prompts[sequence]
         for request in lent.requests.values():
-            after, layers = self._event(lent), (layer, layer + 1)
-            request.computed(self.tables(sequence), stop, layers=layers, model=model, after=after)
+            after, layers, since = self._event(lent), (layer, layer + 1), self._since(stop)
+            request.computed(self.tables(sequence), stop, layers=layers, model=model, after=after, since=since)
+
+    def _since(self, stop: int) -> dict[str, int]:
+        """The first token whose rows are held after `stop` tokens, of layers with a sliding window."""
+        return {name: first_row(reach, stop) for name, reach in windows_of(self.options.configs).items()}
 
     def _event(self, lent: Lent) -> int | None:
         """The handle of a CUDA event after all work launched so far; None on the host, where nothing is pending."""
@@ -208,11 +252,13 @@ class PeerProcess(DecodeProcess):
 
     def _finish_lent(self, lent: Lent, tokens: int, stopped: bool = False) -> None:
         """Hand over the first rows of a request, and what its decode goes on from."""
-        pages = dict(zip(self.tables(lent.sequence), self.need(tokens), strict=True))
-        tables = {name: table[: pages[name]] for name, table in self.tables(lent.sequence).items()}
-        handed, after = {FIRST: self._handed(lent.sequence)}, self._event(lent)
+        tables = dict(self.tables(lent.sequence))
+        for name, pages in zip((TARGET, DRAFT), self.need(tokens), strict=False):
+            if name in tables:
+                tables[name] = tables[name][:pages]
+        handed, after, since = {FIRST: self._handed(lent.sequence)}, self._event(lent), self._since(tokens)
         for request in lent.requests.values():
-            request.finish(tables, tokens=tokens, handoff=handed, finished=stopped, after=after)
+            request.finish(tables, tokens=tokens, handoff=handed, finished=stopped, after=after, since=since)
 
     def _handed(self, sequence: TokenSequence) -> dict[str, bytes]:
         """The newest token, what a head goes on from, and log probabilities, where the engines hand these over."""
@@ -230,6 +276,8 @@ class PeerProcess(DecodeProcess):
         ahead = self.draft.ahead if self.draft is not None else 0
         try:
             sequence = self.sequence({**word, "max_new": 1})
+            if self._hybrid:
+                raise EngineError("states and windows are of one place of a text: move the request instead")
             if "of" in word and (running := self._running(word["of"])) is not None:
                 self._prefixes.keep(running, running.shared)
             tokens = self._prefixes.allocate(sequence, self.need(0)) or 0
