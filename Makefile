@@ -162,7 +162,7 @@ lib-abi: $(VENV)/.test
 # The crate in Rust: built without std too, tested on every vector, linted, documented, packaged; and the testee on top of it.
 crate: CARGO = cd crates/kvproto && CARGO_TARGET_DIR=$(CURDIR)/build/crate RUSTFLAGS="-D warnings" RUSTDOCFLAGS="-D warnings" cargo
 crate: $(VENV)/.demo
-	@command -v cargo > /dev/null || { echo "make crate needs cargo, from rustup or from Debian"; exit 1; }
+	@command -v cargo > /dev/null || { echo "installing cargo"; apt-get install -y -qq cargo > /dev/null 2>&1; } || { echo "make crate needs cargo, from rustup or from Debian"; exit 1; }
 	@$(CARGO) build -q --offline --no-default-features
 	@$(CARGO) test -q --offline
 	@cargo clippy --version > /dev/null 2>&1 || { echo "left out for want of clippy"; exit 0; } && $(CARGO) clippy -q --offline --all-targets
