@@ -1,7 +1,7 @@
 VENV := .venv
 PY := $(VENV)/bin/python
-# --no-compile: otherwise pip compiles all of torch, and a demo needs only a part of it.
-PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
+# --no-compile: otherwise pip compiles all of torch, and a demo needs only a part of it. Conflicts: what other targets need may be absent.
+PIP := $(PY) -m pip install -q --no-compile --no-warn-conflicts --disable-pip-version-check -c constraints.txt
 PROJECTS := pyproject.toml $(wildcard distributions/*/pyproject.toml)
 CORES := $(shell nproc)
 # Two more than there are cores, as tests of processes wait for each other.
