@@ -88,7 +88,11 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
     for pages in (8, 2048):
         value, title = transfer(pages), f"Transfer, 2 x {pages:,} pages"
         frame = encode(value)
-        for what, here in (("encode", lambda v=value: encode(v)), ("decode", lambda f=frame: decode(f)), ("read", None)):
+        for what, here in (
+            ("encode", lambda v=value: encode(v)),
+            ("decode", lambda f=frame: decode(f)),
+            ("read", None),
+        ):
             work[f"{title}: {what}|rust"] = in_rust(figures, what, [frame])
             if here is not None:
                 work[f"{title}: {what}|python"] = in_python(here)
