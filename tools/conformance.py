@@ -135,9 +135,9 @@ def rust_testee(folder: Path, program: Path, *flags: str) -> None:
     """Compile the testee in Rust of a folder, and the crate that lies in it, by rustc alone."""
     rustc, library = ["rustc", "--edition", "2021", *flags], str(program.with_name("libkvproto.rlib"))
     crate = ["--crate-type", "rlib", "--crate-name", "kvproto", "-o", library, str(folder / "kvproto/lib.rs")]
-    subprocess.run([*rustc, *crate], check=True, timeout=300)
+    subprocess.run([*rustc, *crate], check=True, timeout=600)
     linked = ["--extern", f"kvproto={library}", "-o", str(program), str(folder / "testee.rs")]
-    subprocess.run([*rustc, *linked], check=True, timeout=300)
+    subprocess.run([*rustc, *linked], check=True, timeout=600)
 
 
 def meets(claim: list[str], command: list[str]) -> int:

@@ -68,7 +68,7 @@ def rust(folder: Path, source: Path) -> list[str]:
     if shutil.which("rustc") is None:
         pytest.skip("no rustc")
     checked = ["-C", "overflow-checks", "-C", "debug-assertions"]
-    rust_testee(source, folder / "testee", "-D", "warnings", "-C", "opt-level=1", *checked)
+    rust_testee(source, folder / "testee", "-D", "warnings", *checked)
     return [str(folder / "testee")]
 
 
