@@ -1,8 +1,6 @@
 """The versions of the distributions that are installed, of which all are to be one."""
 
-import sys
 from importlib.metadata import PackageNotFoundError, requires, version
-from importlib.util import find_spec
 
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
@@ -28,10 +26,3 @@ def check_versions(distribution: str) -> None:
         if other != pin:
             advice = f"pip install {distribution}=={own} {name}=={pin}"
             raise LocalError(ErrorCode.NO_VERSION, distribution, f"{name} {pin}", other, advice)
-
-
-def check_engine(engine: str, distribution: str) -> None:
-    """Raise ModuleNotFoundError, which says what to do, unless the package of an adapter's engine is installed."""
-    if sys.modules.get(engine) is None and find_spec(engine) is None:
-        text = f"{distribution} runs inside of {engine}, which this environment lacks: install both into one"
-        raise ModuleNotFoundError(text, name=engine)

@@ -5,7 +5,7 @@
 docs/sglang-reference.md says the rest.
 """
 
-from kvproto.distributions import check_engine, check_versions
+from kvproto.distributions import check_versions
 
 check_versions("kvproto-sglang")
 
@@ -16,6 +16,8 @@ __all__ = ["register", "ticket_of"]
 
 def register() -> None:
     """Install the back end: SGLang calls this in each of its processes, by entry point group `sglang.srt.plugins`."""
+    from kvproto_engines import check_engine
+
     check_engine("sglang", "kvproto-sglang")
     from kvproto_sglang.plugin import install
 

@@ -8,7 +8,7 @@ docs/vllm-reference.md says the rest.
 
 from typing import Any
 
-from kvproto.distributions import check_engine, check_versions
+from kvproto.distributions import check_versions
 
 check_versions("kvproto-vllm")
 
@@ -19,6 +19,8 @@ def __getattr__(name: str) -> Any:
     """The connector, imported when vLLM asks for it: what needs no vLLM imports none."""
     if name != "KvprotoConnector":
         raise AttributeError(f"module 'kvproto_vllm' has no attribute {name!r}")
+    from kvproto_engines import check_engine
+
     check_engine("vllm", "kvproto-vllm")
     from kvproto_vllm.connector import KvprotoConnector
 

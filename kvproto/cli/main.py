@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -104,12 +103,7 @@ def _add_absent(commands: Any, name: str, reason: str) -> None:
     """Add a command that says why it is not there."""
     absent = commands.add_parser(name, help=_KNOWN.get(name, "(broken)"), prefix_chars="\0", add_help=False)
     absent.add_argument("rest", nargs="*")
-    absent.set_defaults(run=partial(_absent, reason))
-
-
-def _absent(reason: str, args: argparse.Namespace) -> int:
-    print(f"error: {reason}", file=sys.stderr)
-    return 1
+    absent.set_defaults(run=lambda _: print(f"error: {reason}", file=sys.stderr) or 1)
 
 
 if __name__ == "__main__":

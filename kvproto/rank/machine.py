@@ -3,10 +3,10 @@
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from threading import Condition, Thread
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -15,28 +15,7 @@ from kvproto.transport.process import Watch, attest, this_process
 from kvproto.wire.messages import Process
 
 
-class Calls(Protocol):
-    """Calls that wait for threads."""
-
-    changed: Condition
-    added: Callable[[], object]
-    """Called when one more waits, with the lock."""
-
-    @property
-    def waiting(self) -> Collection[Any]:
-        """Calls that have not begun."""
-
-    def serve(self) -> None:
-        """Do calls until there will be no more: the work of a thread."""
-
-    def take(self) -> Sequence[Any]:
-        """Begin the next calls, with the lock."""
-
-    def run(self, calls: Sequence[Any]) -> None:
-        """Do what has begun."""
-
-
-def _serve(calls: Calls, count: int) -> None:
+def _serve(calls: Any, count: int) -> None:
     for i in range(count):
         Thread(target=calls.serve, name=f"tiers-{i}", daemon=True).start()
 
@@ -55,8 +34,8 @@ class Machine:
     """A number from 0 on, below a bound, that nobody can guess."""
     executor: Callable[[], Executor] = lambda: ThreadPoolExecutor(1, "kvproto background")
     """Makes a thread for long work."""
-    serve: Callable[[Calls, int], None] = _serve
-    """Has so many threads do calls."""
+    serve: Callable[[Any, int], None] = _serve
+    """Has so many threads do the calls of a `CallQueue` of tiers."""
     wait_for: Callable[[Condition, Callable[[], bool], float], bool] = Condition.wait_for
     listener: Callable[..., Listener] = Listener
     dialer: Callable[..., Dialer] = Dialer

@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from kvproto.rank.machine import Calls
 from kvproto.tiers.manifest import Data
+from kvproto.tiers.workers import CallQueue
 from tests.simulation.simulated import Process, Simulation
 
 ILLS = ("storage fails", "storage full", "storage torn", "storage lies", "storage slow", "storage hangs")
@@ -165,7 +165,7 @@ class RoomyStore(SimulatedStore):
 class SimulatedThreads:
     """A few threads of a process that do calls of storage; each call takes as long as the storage says."""
 
-    def __init__(self, owner: Process, store: SimulatedStore, calls: Calls, count: int) -> None:
+    def __init__(self, owner: Process, store: SimulatedStore, calls: CallQueue, count: int) -> None:
         self._owner, self._store, self._calls, self._idle = owner, store, calls, count
         self._begun: list[Sequence[Any]] = []
         self._woken = 0
@@ -212,10 +212,10 @@ class SimulatedThreads:
         self._begun.clear()
 
 
-def serving(simulation: Simulation, store: SimulatedStore) -> Callable[[Calls, int], None]:
+def serving(simulation: Simulation, store: SimulatedStore) -> Callable[[CallQueue, int], None]:
     """The threads of the process that runs."""
 
-    def serve(calls: Calls, count: int) -> None:
+    def serve(calls: CallQueue, count: int) -> None:
         assert simulation.current is not None
         SimulatedThreads(simulation.current, store, calls, count)
 
