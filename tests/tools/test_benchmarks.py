@@ -17,7 +17,6 @@ RUNS = [
     "acceptance --quick",
     "codec --rounds 1",
     "convert_host --rounds 1 --tokens 64",
-    "crate --rounds 1",
     "dcp_gpu --device cpu --gpus 1",
     "dcp_serving_gpu --device cpu --gpus 2",
     "floods --quick",
@@ -59,6 +58,7 @@ NEEDS = {
 GPUS, VLLM = "needs GPUs", "needs vLLM, which takes a minute to start"
 LEFT_OUT = {
     "convert_gpu": GPUS,
+    "crate": "compiles the crate with optimization, which takes a minute",
     "decode_engine": GPUS,
     "nixl_packed": GPUS,
     "overlap": GPUS,
