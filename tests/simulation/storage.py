@@ -91,7 +91,9 @@ class SimulatedStore:
             raise OSError(errno.ENOSPC, "no space left")
         if self._strikes("storage torn", 0.3):
             self._change(key, content[: self._chance.randrange(len(content) + 1)])
-        elif not self._strikes("storage lies", 0.1):
+        elif self._strikes("storage lies", 0.4):  # for good
+            self._change(key, self._lie(content))
+        else:
             self._change(key, content)
 
     def get(self, key: str) -> bytes | None:
