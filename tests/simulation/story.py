@@ -235,7 +235,7 @@ def of_seed(seed: int) -> Story:
 
 
 def _ask(chance: random.Random, span: float, setup: Setup) -> Ask:
-    tokens = chance.choice((1, 3, 8, 13, 24, 31))
+    tokens = chance.choice((1, 3, 8, 13, 24, 31) if not setup.host else (3, 8, 13, 24, 31))
     short = chance.random() < 0.2
     lags = [
         0.0 if chance.random() < 0.6 else chance.random() ** 2 * 12,
@@ -262,7 +262,7 @@ def _ask(chance: random.Random, span: float, setup: Setup) -> Ask:
         abort=round(chance.random() ** 2 * (compute + 1), 4) if chance.random() < 0.2 else -1.0,
         fail=round(chance.random() ** 2 * (compute + 1), 4) if chance.random() < 0.15 else -1.0,
         again=round(chance.random() ** 2 * 8, 4) if chance.random() < 0.05 else -1.0,
-        prompt=chance.randrange(6) if setup.host else 0,
+        prompt=chance.randrange(4) if setup.host else 0,
         other_prompt=chance.random() < 0.03,
     )
 
@@ -278,7 +278,7 @@ def _tiers(chance: random.Random) -> tuple[int, int, str, bool]:
 def _fault(chance: random.Random, kinds: Mapping[str, int], span: float, setup: Setup) -> Fault:
     kind = chance.choices([*kinds], [*kinds.values()])[0]
     seconds = chance.choice((0.01, 0.3, 1.0, 6.0, 12.0, 25.0, 40.0, 70.0)) * (0.5 + chance.random())
-    on = chance.choice(MOMENTS) if chance.random() < 0.5 else ""
+    on = chance.choice(MOMENTS) if kind not in STORAGE and chance.random() < 0.5 else ""
     aimed_number = chance.choice((1, 1, 2, 3, 5))
     return Fault(
         round(span if on else chance.random() * span, 4),
