@@ -231,6 +231,8 @@ class Rank(Process):
             self.door.close()
             if self.tiers is not None:
                 self.tiers.die()
+                self.tiers, self.asks = None, {}  # what storage was to write views memory of the host
+                self.threads.clear()
         self.end()
 
     def end(self) -> None:

@@ -272,7 +272,7 @@ def _tiers(chance: random.Random) -> tuple[int, int, str, bool]:
     if chance.random() < 0.7:
         return 0, 0, "", False
     store = chance.choice(("", "plain", "plain", "roomy", "roomy"))
-    return chance.choice((4, 12, 40)), chance.randrange(3), store, chance.random() < 0.4
+    return chance.choice((4, 12, 40)), chance.choice((0, 0, 0, 1, 2)), store, chance.random() < 0.4
 
 
 def _fault(chance: random.Random, kinds: Mapping[str, int], span: float, setup: Setup) -> Fault:
