@@ -17,11 +17,11 @@ from kvproto_engines.converting import converting
 from kvproto_engines.facts import digest_of, rope_of, weights_of
 from kvproto_engines.orders import Table
 from kvproto_engines.stages import Key, Share, gatherer, in_step, joined, titles_of
-from kvproto_vllm.caches import Layers, Stated, check_sizes, state
+from kvproto_vllm.pools.caches import Layers, Stated, check_sizes, state
+from kvproto_vllm.pools.states import order_of, states
 from kvproto_vllm.releases import conv_rows_first
 from kvproto_vllm.settings import Settings
 from kvproto_vllm.specs import RING, STATE, WINDOWS, dealt, heads_of, key_of, packed, refused, specs_of
-from kvproto_vllm.states import order_of, states
 
 __all__ = ["Opened", "open_pool"]
 

@@ -128,7 +128,7 @@ def test_a_posted_call_that_fails_costs_nobody_else_anything(tmp_path: Path, opt
         def fails() -> None:
             raise ZeroDivisionError("inside a request")
 
-        broken._post(fails, wait=False)
+        broken._post(fails, at_once=False)
         with pytest.raises(ZeroDivisionError):
             both.ends(broken)
         request.finish({"kv": [3, 1, 2]})

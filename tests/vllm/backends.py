@@ -10,7 +10,7 @@ import torch
 from kvproto import Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
 from kvproto_engines.memory import ShareableMemory
 from kvproto_engines.orders import Table
-from kvproto_vllm.caches import Layers, Stated, state
+from kvproto_vllm.pools.caches import Layers, Stated, state
 
 LAYERS, HEADS, DIM, LATENT, TOKENS = 3, 2, 16, 32, 75
 QUANTIZED = {

@@ -13,8 +13,8 @@ import torch
 
 from kvproto import Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
 from kvproto_engines.memory import ShareableMemory
-from kvproto_vllm.caches import Layers, Stated, state
-from kvproto_vllm.states import states
+from kvproto_vllm.pools.caches import Layers, Stated, state
+from kvproto_vllm.pools.states import states
 from tests.vllm.families import Held, States, specification
 
 TOKENS, POISON = 267, 0xEE

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvproto import DType, LocalError, Prompt, RemoteError, Sink, Source, new_ticket
-from kvproto_vllm.caches import check_sizes, state
+from kvproto_vllm.pools.caches import check_sizes, state
 from kvproto_vllm.releases import layers_of
 from tests.vllm.backends import HEADS, LAYERS, Backend, hand_over, indexer_k_quant_and_cache
 

@@ -10,7 +10,7 @@ from kvproto import Cache, DType, LocalError, Pool, Prompt, RemoteError, Sink, S
 from kvproto.errors import ErrorCode
 from kvproto_engines.converting import converting
 from kvproto_engines.orders import Table
-from kvproto_vllm.caches import Stated, state
+from kvproto_vllm.pools.caches import Stated, state
 from kvproto_vllm.settings import Settings
 from tests.conversions import made_scale, narrow, wide
 from tests.vllm.backends import DIM, LATENT, TOKENS, Backend

@@ -15,7 +15,7 @@ from kvproto import LocalError, Parallel, Pool, Prompt, Sink, Source, lay_out, n
 from kvproto.errors import ErrorCode
 from kvproto_engines.memory import ShareableMemory
 from kvproto_engines.stages import Key, Share, alone, in_step, joined, titles_of
-from kvproto_vllm.caches import Stated, state
+from kvproto_vllm.pools.caches import Stated, state
 from kvproto_vllm.specs import dealt
 from tests.vllm.backends import DIM, HEADS, LATENT, LAYERS, TOKENS, Backend
 

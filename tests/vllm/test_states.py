@@ -13,8 +13,8 @@ from kvproto_engines.loading import Loading
 from kvproto_engines.memory import ShareableMemory
 from kvproto_engines.orders import Computed, Load, Orders, Table
 from kvproto_engines.sending import Sending
-from kvproto_vllm.caches import Layers
-from kvproto_vllm.states import order_of, states
+from kvproto_vllm.pools.caches import Layers
+from kvproto_vllm.pools.states import order_of, states
 from tests.door.doors import PROMPT, STEPPED
 
 LAYERS, BLOCKS, KERNEL = 2, 5, 4

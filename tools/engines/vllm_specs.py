@@ -26,9 +26,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvproto import Parallel, Pool, lay_out
 from kvproto_engines.memory import ShareableMemory
 from kvproto_engines.records import WINDOW
-from kvproto_vllm.caches import Layers, Stated, state
+from kvproto_vllm.pools.caches import Layers, Stated, state
+from kvproto_vllm.pools.states import KINDS, states
 from kvproto_vllm.specs import REFUSED, STATED
-from kvproto_vllm.states import KINDS, states
 from tests.vllm import backends, families, family_engines
 
 _ROOT = "KVCacheSpec"

@@ -19,7 +19,7 @@ from kvproto_engines.elements import FLOATS
 from kvproto_engines.pages import cache_of, chosen, measured, views_of
 from kvproto_engines.rows import dice, of_elements, of_packed_latents, trial
 from kvproto_engines.sparse import SCALE, index_numbers, index_of, index_views
-from kvproto_vllm.fused import FUSED, fused
+from kvproto_vllm.pools.fused import FUSED, fused
 from kvproto_vllm.releases import scales_are_exponents
 from kvproto_vllm.specs import MLA, check_spec, packed, refused
 

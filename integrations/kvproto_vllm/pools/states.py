@@ -13,7 +13,7 @@ from kvproto import Block, LocalError
 from kvproto.errors import ErrorCode
 from kvproto_engines.elements import FLOATS
 from kvproto_engines.states import convolved, state_of
-from kvproto_vllm.caches import Layers, Stated
+from kvproto_vllm.pools.caches import Layers, Stated
 from kvproto_vllm.specs import STATE, refused
 
 __all__ = ["KINDS", "order_of", "states"]
