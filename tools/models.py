@@ -87,14 +87,14 @@ _NAMES = {
 """Names of `Held` for parts; "": transformers has no such tensor, as it keeps keys whole and pending rows unsummed."""
 
 
-def allocated(config: Any) -> Held:
-    """The caches that transformers itself allocates; raises whatever its code does."""
+def allocated(config: Any, device: str | None = None) -> Held:
+    """The caches that transformers itself allocates, on this device alone if named; raises what its code does."""
     import torch
 
     try:
         return _after_a_pass(config, "meta")
     except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error) or _parameters(config) > LARGEST:
+        if device or "meta" not in str(error) or _parameters(config) > LARGEST:
             raise
     with torch.inference_mode():
         return _after_a_pass(config, "cpu")

@@ -1,11 +1,11 @@
 """Caches of a model's layers, according to its Hugging Face config.json; there are many ways to state them."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvproto.errors import U32, bad
-from kvproto_catalog.types import OWN_DEFAULTS, TYPES
+from kvproto_catalog.types import CLASSES, TYPES, ModelClass
 
 Config = Mapping[str, Any]
 STATE_SIZE = ("ssm_state_size", "mamba_d_state", "state_size")
@@ -153,6 +153,8 @@ def own_sizes(config: Config, kinds: Sequence[str]) -> dict[int, Config]:
             found.pop("num_key_value_heads", None)
         if found:
             sizes |= {i: found for i, each in enumerate(kinds) if each == kind}
+    if "per_layer_config" in config and config.get("model_type") in _FULL_AT_LAST and not config["per_layer_config"]:
+        return {}  # its class overrides sizes only if a file lacks the field
     if (stated := config.get("per_layer_config")) is not None:  # in place of what a model card says
         return {_layer(name, len(kinds)): _own(name, fields) for name, fields in stated.items()}
     return sizes
@@ -280,7 +282,9 @@ def _shared(config: Config, kinds: list[str], count: int) -> list[str]:
     if config.get("num_kv_shared_layers"):
         last = number(config, "num_kv_shared_layers")
         if last == count:
-            wanted = f"below num_hidden_layers {count}: this model reads another's cache and has none, leave it out"
+            wanted = (
+                f"below num_hidden_layers {count}: this model reads another's cache and has none, leave the model out"
+            )
             raise bad("config.num_kv_shared_layers", wanted, last)
         if last > count:
             raise bad("config.num_kv_shared_layers", f"below num_hidden_layers {count}", last)
@@ -361,7 +365,8 @@ def _implied_kinds(config: Config, count: int) -> list[str]:
         rotated = field("no_rope_layers") or [(i + 1) % period for i in layers]
         return ["chunked" if turn else "attention" for turn in rotated]
     if field("sliding_window") and config.get("use_sliding_window", True):
-        return ["window"] * count
+        first = field("max_window_layers") or 0
+        return ["window" if i >= first else "attention" for i in layers]
     return [_only_kind(config)] * count
 
 
@@ -373,7 +378,8 @@ def _only_kind(config: Config) -> str:
         return "mamba"
     beside = sorted(name for name in config if name.startswith(HYBRID) and config[name])
     if beside and not config.get("_both"):
-        raise bad(f"config.{beside[0]}", *_BY_HAND)
+        wanted = f"the kind of each layer, as {beside[0]} gives some of them a state: state them by kvproto.Cache"
+        raise bad("config.layer_types", wanted, "absent")
     return "attention"
 
 
@@ -411,9 +417,30 @@ _WHOLE = (
     "attention_chunk_size", "attention_head_dim", "attn_layer_offset", "attn_layer_period", "full_attention_interval",
     "head_dim", "index_head_dim", "kv_lora_rank", "no_rope_layer_interval", "num_attention_heads",
     "num_key_value_heads", "num_kv_shared_layers", "sliding_window", "v_head_dim", "H_cycles", "L_cycles", "cli_factor",
-    "index_skip_topk_offset", "index_topk_freq", "n_input_layers", "n_output_layers", "n_recurrent_loops",
-    "num_layers_per_stack", *_DELTA, *PREDICTING, *STATE_SIZE,
+    "index_skip_topk_offset", "index_topk_freq", "max_window_layers", "n_input_layers", "n_output_layers",
+    "n_recurrent_loops", "num_layers_per_stack", *_DELTA, *PREDICTING, *STATE_SIZE,
 )  # fmt: skip
+GEOMETRY = frozenset((
+    "H_cycles", "L_cycles", "_block_types", "attention_chunk_size", "attention_head_dim", "attention_k_eq_v",
+    "attn_layer_indices", "attn_layer_offset", "attn_layer_period", "attn_type_list", "block_configs", "block_types",
+    "cla_share_factor", "cli_factor", "compress_rates", "compress_ratios", "conv_L_cache", "conv_dim", "conv_kernel",
+    "cross_attention_layers", "d_conv", "full_attention_interval", "full_attn_idxs", "global_head_dim", "head_dim",
+    "hidden_size", "hybrid_layer_ids", "hybrid_layer_pattern", "hybrid_override_pattern", "index_head_dim",
+    "index_n_heads", "index_skip_topk_offset", "index_source_layer_ids", "index_topk", "index_topk_freq",
+    "index_topk_pattern", "indexer_types", "intermediate_size", "kv_lora_rank", "kv_source_layer_ids",
+    "layer_group_size", "layer_types", "layers_block_type", "linear_attn_config", "linear_conv_kernel_dim",
+    "linear_head_dim", "linear_key_head_dim", "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_value_head_dim", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand", "mamba_head_dim",
+    "mamba_n_groups", "mamba_n_heads", "mamba_num_heads", "max_window_layers", "multi_query", "n_groups",
+    "n_input_layers", "n_mamba_heads", "n_output_layers", "n_recurrent_loops", "new_decoder_architecture",
+    "no_rope_layer_interval", "no_rope_layers", "num_attention_groups", "num_attention_heads",
+    "num_global_key_value_heads", "num_heads", "num_hidden_layers", "num_key_value_heads", "num_kv_heads",
+    "num_kv_shared_layers", "num_layers", "num_layers_per_stack", "per_layer_config", "qk_rope_head_dim",
+    "recurrent_kv_cache_mode", "short_conv_kernel_size", "sliding_window", "sliding_window_pattern",
+    "sparse_attention_config", "ssm_state_size", "state_size", "swa_head_dim", "swa_num_key_value_heads",
+    "swa_v_head_dim", "use_cla", "use_sliding_window", "v_head_dim",
+))  # fmt: skip
+"""Fields on which the caches of some type depend: `CLASSES` says which of them the class of a type has."""
 _NAMES = ("layers_block_type", "layer_types", "indexer_types")
 _WORDS = ("dtype", "recurrent_kv_cache_mode", "mamba_ssm_cache_dtype", "mamba_ssm_dtype", "model_type", "torch_dtype")
 
@@ -484,10 +511,12 @@ class Read(dict[str, Any]):
 
         And for a type that is not known, whose class may give each layer any cache.
         """
+        defaults = CLASSES.get(str(self.get("model_type")), ModelClass()).defaults
         unknown = [
             name
             for name, value in self.items()
             if name not in self._read
+            and (name not in defaults or defaults[name] != value)
             and name not in BESIDE
             and ABOUT_CACHES.search(name)
             and any(v and not isinstance(v, float) for v in (value if isinstance(value, list) else [value]))
@@ -515,34 +544,85 @@ def _named(name: object, kinds: Mapping[str, str], path: str) -> str:
     return kinds[str(name)]
 
 
-def text(config: Config) -> Config:
-    """The config of a checkpoint's language model with the defaults of its class; raises LocalError(OUT_OF_RANGE)."""
-    if not isinstance(config, Mapping):
-        raise bad("config", "an object, as a config.json is", type(config).__name__)
-    _check(config)
-    inner = config.get("text_config")
-    merged = {**config, **inner} if inner else config
-    _check(merged)
+def text(config: Config, foreign: Collection[str] = ()) -> Config:
+    """The config of a checkpoint's language model with the defaults of its class; raises LocalError(OUT_OF_RANGE).
+
+    Fields that the class lacks are left out, except `foreign` ones.
+    """
+    merged = _merged(config)
     if merged.get("is_encoder_decoder") or merged.get("decoder_layers"):
         wanted = "a decoder: encoder-decoders are not read, state their caches by Cache.gqa, Cache.cross, Cache.encoder"
         raise bad("config.is_encoder_decoder", wanted, merged.get("model_type", "an encoder-decoder"))
-    implied = dict(IMPLIED.get(str(merged.get("model_type")), {}))
-    if listed := merged.get("layers_block_type"):
+    kind = str(merged.get("model_type"))
+    model_class = CLASSES.get(kind, ModelClass())
+    unread = {*foreign_fields(config)} - {*foreign}
+    stated = {name: value for name, value in merged.items() if name not in unread}
+    implied = {**model_class.defaults, **IMPLIED.get(kind, {})}
+    if listed := stated.get("layers_block_type"):
         implied["num_hidden_layers"] = len(listed)
-    found = {**implied, **{name: value for name, value in merged.items() if value is not None or name not in implied}}
-    if found.get("model_type") == "longcat_flash" and "num_hidden_layers" not in found:  # two latents in each
-        found["num_hidden_layers"] = 2 * number(found, "num_layers")
-    _check_defaults(found)
+    found = _as_its_class_reads(kind, {**implied, **_with_aliases(stated, model_class.aliases)})
+    for name in sorted(model_class.derived):
+        if found.get(name) is None if name == "layer_types" else name not in stated:
+            raise bad(f"config.{name}", f"a value, as the class of {kind} has a default of its own", "absent")
     return _paired(found) if found.get("model_type") == "dory" else found
 
 
-def _check_defaults(config: Config) -> None:
-    """Raise LocalError(OUT_OF_RANGE) for a field that is left out and whose value only the class of the type knows."""
-    kind = config.get("model_type")
-    for name, types in OWN_DEFAULTS.items():
-        absent = config.get(name) is None if name == "layer_types" else name not in config
-        if absent and kind in types:
-            raise bad(f"config.{name}", f"a value, as the class of {kind} has a default of its own", "absent")
+def _with_aliases(config: Config, aliases: Mapping[str, str]) -> Config:
+    """A config with the value of a field under its other name too; raises LocalError if they differ."""
+    both = dict(config)
+    for alias, name in aliases.items():
+        if type(config.get(alias)) is int and both.setdefault(name, config[alias]) != config[alias]:
+            raise bad(f"config.{alias}", f"{both[name]}, as {name} says, which it is another name of", config[alias])
+    return both
+
+
+def _as_its_class_reads(kind: str, config: dict[str, Any]) -> Config:
+    """A config with the values that the class of its type puts in place of those that are stated."""
+    if kind == "longcat_flash" and config.get("num_layers"):  # two latents in each
+        layers = 2 * number(config, "num_layers")
+        if config.setdefault("num_hidden_layers", layers) != layers:
+            raise bad("config.num_hidden_layers", f"{layers}, two for each of num_layers", config["num_hidden_layers"])
+    if kind in _FULL_AT_LAST and isinstance(count := config.get("num_hidden_layers"), int):
+        check_layers(count)
+        kinds = config.get("layer_types") or [
+            "full_attention" if i % 6 == 5 else "sliding_attention" for i in range(count)
+        ]
+        config["layer_types"] = [*kinds[:-1], "full_attention"]
+    if config.get("use_bidirectional_attention") in _HALVES.get(kind, ()) and config.get("sliding_window"):
+        config["sliding_window"] = number(config, "sliding_window") // 2 + 1
+    return config
+
+
+_FULL_AT_LAST = ("gemma4_text", "gemma4_unified_text")
+"""Types whose class makes each sixth layer full, or the last one of those that a file lists."""
+_HALVES: dict[str, tuple[object, ...]] = {
+    "gemma3_text": (True,),
+    "gemma4_text": ("all",),
+    "gemma4_unified_text": ("all",),
+}
+"""By type: values of use_bidirectional_attention that make a window of half the tokens to each side."""
+
+
+def _merged(config: Config) -> Config:
+    """A config with the fields of its language model, whose type it names."""
+    if not isinstance(config, Mapping):
+        raise bad("config", "an object, as a config.json is", type(config).__name__)
+    _check(config)
+    inner = config.get("text_config") or {}
+    _check({**config, **inner})
+    outer = CLASSES.get(str(config.get("model_type")), ModelClass())
+    of_text = {"model_type": outer.text} if outer.text else {}
+    return {**config, **of_text, **inner} if inner or of_text else config
+
+
+def foreign_fields(config: Config) -> list[str]:
+    """Fields of `GEOMETRY` that a config has and the class of its type lacks; none if no class of it is known."""
+    merged, inner = _merged(config), config.get("text_config") or {}
+    if (model_class := CLASSES.get(str(merged.get("model_type")))) is None:
+        return []
+    outer = CLASSES.get(str(config.get("model_type")), ModelClass())
+    mine = inner if inner or outer.text else merged
+    return [name for name in merged if name in GEOMETRY and (name not in mine or name not in model_class.fields)]
 
 
 def _paired(config: Config) -> Config:

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from kvproto.errors import bad, check_type, check_whole
+from kvproto.errors import KvprotoError, bad, check_type, check_whole
 from kvproto.planning.cache import BITS, BLOCK_SCALED, Block, Cache, bytes_of
 from kvproto.planning.geometry import Geometry, Part
 from kvproto.planning.kinds import KINDS
@@ -23,6 +23,7 @@ from kvproto_catalog.config import (
     Read,
     compress_ratios,
     draft_of,
+    foreign_fields,
     index_layers,
     layer_kinds,
     nested,
@@ -135,18 +136,28 @@ def specs(
     if page % max(longest, 1):
         raise bad("page", f"a multiple of {longest}, the tokens of a compressed row", page)
     states = state_dtype or _state_type(read) or DType.F32
-    caches = _caches(read, model, page, _element(kv_dtype or element_type(read)), states)
+    element = _element(kv_dtype or element_type(read))
+    caches = _caches(read, model, page, element, states)
     read.check()
     if not caches:
         raise bad("config", "layers with a cache", "none")
+    for name in foreign_fields(config):
+        foreign = text(config, (name,))
+        try:
+            unused = foreign[name] is None or _caches(Read(foreign), model, page, element, states) == caches
+        except KvprotoError:
+            unused = False
+        if not unused:
+            wanted = f"absent: the class of {read['model_type']} has no such field and ignores it (--ignore)"
+            raise bad(f"config.{name}", wanted, repr(foreign[name])[:80])
     return caches
 
 
 def fields_read(config: Config) -> frozenset[str]:
     """The fields on which the caches of a model depend, present or not; raises LocalError(OUT_OF_RANGE)."""
     read = Read(text(config))
-    _caches(read, 0, 1, _element(element_type(read)), DType.F32)
-    return read.fields
+    _caches(read, 0, 128, _element(element_type(read)), DType.F32)
+    return read.fields - {*foreign_fields(config)}
 
 
 def _caches(config: Read, model: int, page: int, element: Mapping[str, Any], state_dtype: DType) -> list[Cache]:
@@ -467,7 +478,7 @@ def stored_caches(configs: Sequence[Config], page: int, kv: KvDtype, state: Call
                 sizes = [(p.name, DType(p.dtype), p.lane_bytes) for p in cache.group.parts]
                 scaled = [row for n, d, size in sizes for row in ((n, d, size), (f"{n}_scale", DType.F32, 4))]
                 cache = _with_parts(cache, scaled)
-            if kind == "mla" and (kv.row == "always" or (kv.row == "indexed" and config.get("index_head_dim"))):
+            if kind == "mla" and (kv.row == "always" or (kv.row == "indexed" and text(config).get("index_head_dim"))):
                 latent, rope = number(text(config), "kv_lora_rank"), number(text(config), "qk_rope_head_dim")
                 cache = _row(cache, latent, rope, kv.packed)
             if kind not in kv.of:

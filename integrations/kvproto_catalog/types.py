@@ -1,48 +1,45 @@
-"""Model types that are known, and which of their fields have a default that a config.json does not show."""
+"""Model types that are known, and which of the fields that `describe` reads their classes in transformers have."""
 
-OWN_DEFAULTS: dict[str, frozenset[str]] = {
-    name: frozenset(types.split())
-    for name, types in {
-        "attn_layer_offset": "jamba",
-        "head_dim": """
-            afmoe cohere2_moe cwm deepseek_v4 dory ernie4_5 flint gemma gemma2 gemma3n_text gemma4_text
-            gemma4_unified_text glm glm4 gpt_oss helium hrm_text hy_v3 internlm3 iquestcoder lara_mini lfm3
-            llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral3 nemotron_h qwen3
-            qwen3_5_moe_text qwen3_5_text qwen3_next sarvam_moe solar_open vaultgemma
-        """,
-        "index_head_dim": "axk2 deepseek_v32 dots3_note_text",
-        "indexer_types": "hy_v4",
-        "kv_lora_rank": """
-            axk1 bailing_hybrid deepseek_v2 deepseek_v3 dots3_note_text kimi_linear longcat_flash minicpm3
-            sarvam_mla youtu
-        """,
-        "layer_types": """
-            afmoe beam cohere_compass_text cwm dory dots1 dots3_note_text flint gemma3n_text gemma4_unified_text
-            granite_swa granitemoe_swa kolibri1 laguna lfm3 mellum minimax olmo3 vaultgemma
-        """,
-        "mamba_expand": "jamba",
-        "mamba_n_heads": "falcon_h1",
-        "multi_query": "falcon",
-        "num_key_value_heads": """
-            beam bitnet cwm dory dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 flint gemma gemma2
-            gemma3n_text gemma4_text gemma4_unified_text glm glm4 gpt_oss granite_swa helium hy_v3 internlm3
-            iquestcoder jamba kolibri1 laguna lara_mini lfm2 lfm3 llama4_text mellum minimax minimax_m2
-            minimax_m3_vl_text ministral ministral3 mistral mixtral nemotron_h phi4_multimodal phimoe qwen2
-            qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next sarvam_moe seed_oss smollm3
-            solar_open stablelm starcoder2 vaultgemma
-        """,
-        "num_kv_shared_layers": "gemma3n_text",
-        "num_layers_per_stack": "hrm_text",
-        "per_layer_config": "dots3_note_text gemma4_unified_text",
-        "sliding_window": """
-            afmoe beam cohere2 cohere2_moe cwm deepseek_v4 dory dots3_note_text exaone4 exaone_moe flint gemma2
-            gemma3n_text gemma4_text gemma4_unified_text gpt_oss granite_swa granitemoe_swa kolibri1 lara_mini lfm3
-            mimo_v2_flash ministral mistral moshi olmo3 vaultgemma
-        """,
-        "v_head_dim": "mimo_v2_flash",
-    }.items()
-}
-"""By field: the model types whose configuration class gives it a value of its own if a file leaves it out."""
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen
+class ModelClass:
+    """The fields of a type's configuration class on which caches may depend."""
+
+    fields: frozenset[str] = frozenset()
+    """Fields that the class or the model's code reads; all others it ignores."""
+    defaults: Mapping[str, Any] = {}
+    """By field: the value of a file that leaves it out."""
+    derived: frozenset[str] = frozenset()
+    """Fields that the class derives from others, in another way than is known here, if a file leaves them out."""
+    aliases: Mapping[str, str] = {}
+    """By other name of a field: its name."""
+    text: str | None = None
+    """The type of its language model, if that is a part of it."""
+
+
+def _read() -> dict[str, ModelClass]:
+    rows = json.loads(files(__package__).joinpath("classes.json").read_text())
+    return {
+        kind: ModelClass(
+            frozenset(row.get("fields", ())),
+            row.get("defaults", {}),
+            frozenset(row.get("derived", ())),
+            row.get("aliases", {}),
+            row.get("text"),
+        )
+        for kind, row in rows.items()
+    }
+
+
+CLASSES: dict[str, ModelClass] = _read()
+"""By type: its class, as `python -m tools.classes` reads it from transformers."""
 _TYPES = (
     "afmoe apertus apertus1p5_text arcee aria_text axk1 axk2 bailing_hybrid bamba beam bert bert-generation biogpt "
     "bitnet camembert cohere cohere2 cohere2_moe cohere_compass_text cwm data2vec-text deepseek_v2 deepseek_v3 "

@@ -11,7 +11,8 @@ from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.plan import differences, plan
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto_catalog.engines import Setup, pools
-from kvproto_catalog.models import describe, draft_of
+from kvproto_catalog.models import describe, draft_of, fields_read
+from kvproto_catalog.types import CLASSES
 from tests.errors import raises
 
 V4: dict[str, Any] = {
@@ -397,7 +398,7 @@ def test_layers_of_ling_are_those_that_transformers_lists() -> None:
 
 def test_a_draft_that_only_reads_the_target_has_no_cache_to_describe() -> None:
     """The assistant of Gemma 4, all of whose layers share."""
-    with raises(LocalError, path="config.num_kv_shared_layers", match="has none, leave it out"):
+    with raises(LocalError, path="config.num_kv_shared_layers", match="leave the model out"):
         describe(GQA, [{**GQA, "num_kv_shared_layers": 6}])
 
 
@@ -486,9 +487,6 @@ HALVES: list[tuple[Mapping[str, Any], str, str]] = [
     (DSA, "qk_rope_head_dim", "qk_rope_head_dim"),
     (INDEXED, "index_head_dim", "index_head_dim"),
     ({**DSA, "index_topk": 2048}, "index_head_dim", "index_head_dim"),
-    (V4, "head_dim", "head_dim"),
-    (V4, "sliding_window", "sliding_window"),
-    (GEMMA4, "sliding_window", "sliding_window"),
     (MAMBA, "mamba_n_heads", "mamba_num_heads"),
     (MAMBA, "mamba_d_state", "mamba_n_heads"),
     (KDA, "linear_head_dim", "linear_head_dim"),
@@ -504,23 +502,119 @@ def test_half_of_a_family_is_not_taken_for_another(config: Mapping[str, Any], go
         describe({name: value for name, value in config.items() if name != gone})
 
 
+SPARSE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"model_type": "seed_oss", "hidden_size": 5120, "num_attention_heads": 80}, {"head_dim": 128}),
+    ({"model_type": "glm4_moe", "num_attention_heads": 96, "head_dim": 128}, {"num_key_value_heads": 8}),
+    (
+        {"model_type": "glm_moe_dsa", "hidden_size": 6144, "num_attention_heads": 64},
+        {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128},
+    ),
+    ({"model_type": "mistral", "num_attention_heads": 32, "hidden_size": 4096}, {"sliding_window": 4096}),
+    ({**GEMMA4, "num_global_key_value_heads": 4}, {"attention_k_eq_v": False, "global_head_dim": 512}),
+    (
+        {"model_type": "qwen3_5_text", "num_key_value_heads": 4, "layer_types": ["linear_attention"] * 8},
+        {"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    ),
+]
+
+
+@pytest.mark.parametrize(("sparse", "implied"), SPARSE, ids=str)
+def test_a_field_that_is_left_out_has_the_value_of_its_class(sparse: dict[str, Any], implied: dict[str, Any]) -> None:
+    """`make models` leaves out each field of each type."""
+    sparse = {"num_hidden_layers": 8, **sparse}
+    assert describe(sparse) == describe({**sparse, **implied})
+    other = next(iter(implied))
+    assert describe(sparse) != describe({**sparse, **implied, other: 2})
+
+
+WITHOUT_LAYERS: list[dict[str, Any]] = [
+    {"model_type": "qwen3_5_text", "num_key_value_heads": 4, "head_dim": 256},
+    {"model_type": "qwen3_5", "text_config": {"num_hidden_layers": 8, "num_key_value_heads": 4, "head_dim": 256}},
+    {"model_type": "kimi_linear", "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    {"model_type": "olmo_hybrid", "hidden_size": 3840},
+    {"model_type": "granitemoehybrid", "hidden_size": 4096, "num_attention_heads": 32},
+    {"model_type": "bamba", "hidden_size": 4096, "num_attention_heads": 32},
+    {"model_type": "gemma3n_text", "hidden_size": 2048},
+    {"model_type": "lfm2", "hidden_size": 2048, "num_attention_heads": 32},
+]
+
+
+@pytest.mark.parametrize("sparse", WITHOUT_LAYERS, ids=str)
+def test_layers_of_a_hybrid_that_does_not_list_them_are_not_guessed(sparse: dict[str, Any]) -> None:
+    """The list is what is missing, and not the size of a state that the class has."""
+    with raises(LocalError, path="config.layer_types", yours="absent"):
+        describe({"num_hidden_layers": 8, **sparse})
+
+
+OF_OTHERS: list[tuple[str, str, Any]] = [
+    ("llama", "num_kv_shared_layers", 2), ("qwen3", "num_kv_shared_layers", 2), ("llama", "v_head_dim", 32),
+    ("gpt_oss", "swa_head_dim", 32), ("mistral", "use_sliding_window", False), ("phi3", "sliding_window_pattern", 2),
+    ("biogpt", "num_key_value_heads", 1), ("opt", "head_dim", 32), ("gpt_neox", "head_dim", 32),
+    ("flex_olmo", "attention_head_dim", 32), ("qwen3", "attention_chunk_size", 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "field", "value"), OF_OTHERS)
+def test_a_field_of_another_class_is_refused_or_ignored_and_never_used(kind: str, field: str, value: Any) -> None:
+    """If caches were to depend on it; otherwise nobody misses it."""
+    config = {
+        "model_type": kind, "num_hidden_layers": 4, "hidden_size": 1024, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0,
+    }  # fmt: skip
+    config = {name: config[name] for name in config if name == "model_type" or name in CLASSES[kind].fields}
+    with raises(LocalError, path=f"config.{field}", match=f"the class of {kind} has no such field"):
+        describe({**config, field: value})
+    assert field not in fields_read({**config, field: value})
+    assert describe({**config, field: None}) == describe(config)
+
+
+def test_fields_of_a_text_config_are_not_those_around_it() -> None:
+    inner = {"model_type": "gemma3_text", "num_hidden_layers": 6, "hidden_size": 2304}
+    with raises(LocalError, path="config.head_dim"):
+        describe({"model_type": "gemma3", "head_dim": 64, "text_config": inner})
+    with raises(LocalError, path="config.num_hidden_layers"):
+        describe({**inner, "model_type": "gemma3"})
+
+
+@pytest.mark.parametrize(("first", "windows"), [(4, [4, 5, 6, 7]), (0, [*range(8)]), (28, [])])
+def test_windows_of_qwen_begin_behind_its_full_layers(first: int, windows: list[int]) -> None:
+    made = describe(
+        {
+            "model_type": "qwen3", "num_hidden_layers": 8, "sliding_window": 64, "use_sliding_window": True,
+            "max_window_layers": first,
+        }
+    )  # fmt: skip
+    names = {group.id: group.name for group in made.groups}
+    assert [n for share in made.ranks[0].owns if names[share.group] == "target window" for n in share.layers] == windows
+
+
+def test_the_last_layer_of_gemma_4_is_full() -> None:
+    assert describe({**GEMMA4, "layer_types": ["sliding_attention"] * 6}) == describe(GEMMA4)
+
+
+def test_sizes_of_gemma_4_that_are_null_are_those_of_all_layers() -> None:
+    """Its class has others for full layers only if the field is absent."""
+    lanes = {part.lane_bytes for group in describe({**GEMMA4, "per_layer_config": None}).groups for part in group.parts}
+    assert lanes == {512}
+
+
 @pytest.mark.parametrize(
-    ("kind", "field"),
+    ("config", "tokens"),
     [
-        ("mistral", "num_key_value_heads"),
-        ("gemma2", "head_dim"),
-        ("gemma3n_text", "layer_types"),
-        ("jamba", "mamba_expand"),
+        ({"model_type": "gemma3_text", "num_hidden_layers": 6, "use_bidirectional_attention": True}, "2049"),
+        ({**GEMMA4, "use_bidirectional_attention": "all"}, "513"),
+        ({**GEMMA4, "use_bidirectional_attention": "vision"}, "1024"),
     ],
 )
-def test_what_only_the_class_knows_is_not_guessed(kind: str, field: str) -> None:
-    """`make models` leaves out each field of each type."""
-    full: dict[str, Any] = {
-        **MAMBA, "model_type": kind, "sliding_window": 128, "mamba_expand": 2, "attn_layer_offset": 1,
-        "num_kv_shared_layers": 0,
-    }  # fmt: skip
-    with raises(LocalError, path=f"config.{field}", match=f"the class of {kind} has a default of its own"):
-        describe({name: value for name, value in full.items() if name != field})
+def test_a_window_to_both_sides_has_half_the_tokens(config: dict[str, Any], tokens: str) -> None:
+    assert {fact.name: fact.value for fact in describe(config).facts}["window.target"] == tokens
+
+
+def test_two_names_of_a_field_agree() -> None:
+    exaone = {"model_type": "exaone", "hidden_size": 4096}
+    assert describe({**exaone, "num_layers": 4}) == describe({**exaone, "num_hidden_layers": 4})
+    with raises(LocalError, path="config.num_layers", match="num_hidden_layers says"):
+        describe({**exaone, "num_layers": 4, "num_hidden_layers": 5})
 
 
 def test_a_type_that_nobody_knows_is_refused_by_name() -> None:
