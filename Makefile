@@ -132,6 +132,9 @@ wheel-test: $(VENV)/.release
 # `kvproto describe` against the caches of every causal model of the installed transformers.
 models: $(VENV)/.test
 	@$(PY) -m tools.models $(ARGS)
+	@$(PY) -m tools.classes --check
+	@$(PY) -m tools.adversary --saved --seeds 20
+	@$(PY) -m tools.adversary --first 1000 --seeds 2
 
 # What a draft's cache is worth after a hand-over: docs/acceptance.md.
 acceptance: $(VENV)/.demo $(VENV)/smollm2/config.json

@@ -3,10 +3,12 @@
 from importlib import import_module
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
-from tools import models
+from kvproto_catalog.types import CLASSES, TYPES
+from tools import adversary, classes, models
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +46,34 @@ def test_a_tensor_that_is_not_known_is_no_cache_to_compare(transformers: Any) ->
 def test_what_is_refused_needs_no_model() -> None:
     found = models.judged(("type", "recurrent_gemma"))
     assert (found.word, "block_types" in found.why) == ("refused", True)
+
+
+def test_the_table_of_classes_is_that_of_the_installed_transformers(transformers: Any) -> None:
+    """`python -m tools.classes` writes it, and `make models` compares all of it."""
+    transformers.logging.set_verbosity_error()
+    rows = {kind: row for kind in sorted(TYPES) if (row := classes.row_of(kind)) is not None}
+    assert {kind: attrs.evolve(row, derived=frozenset()) for kind, row in CLASSES.items()} == rows
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "llama", "olmo_hybrid"])
+def test_fields_that_a_class_derives_are_in_the_table(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = CLASSES[kind]
+    monkeypatch.setitem(CLASSES, kind, attrs.evolve(row, derived=frozenset()))
+    assert classes.derived_of(kind) == row.derived
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_hostile_files_of_every_type_are_refused_or_read_as_transformers_does(seed: int, transformers: Any) -> None:
+    """A share of those of `make models`, compared with what transformers saves."""
+    transformers.logging.set_verbosity_error()
+    verdicts = [adversary.judged(kind, seed, allocate=False) for kind in adversary.KINDS]
+    assert [verdict for verdict in verdicts if verdict.word == "DIFFERS"] == []
+    assert sum(verdict.word == "equal" for verdict in verdicts) > len(verdicts) / 4
+
+
+def test_a_field_of_another_class_that_is_used_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hostile files find a table that has a field too many."""
+    row = CLASSES["gpt_neox"]
+    monkeypatch.setitem(CLASSES, "gpt_neox", attrs.evolve(row, fields=row.fields | {"num_key_value_heads"}))
+    words = {adversary.judged("gpt_neox", seed).word for seed in range(20)}
+    assert "DIFFERS" in words
