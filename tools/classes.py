@@ -48,7 +48,7 @@ _OF_CARDS = {
 
 
 def row_of(kind: str) -> ModelClass | None:
-    """What the table says of a type, but for fields that are derived; None if transformers has no class of it."""
+    """Row of a type in the table, but for fields that are derived; None if transformers has no class of it."""
     mapping: Any = import_module("transformers").CONFIG_MAPPING
     if kind not in mapping:
         return None

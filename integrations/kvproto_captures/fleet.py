@@ -193,9 +193,9 @@ class Fleet:
         if config is not None:
             name = self.engine.name
             kinds = {row.element: kind for kind, row in ENGINES[name].dtypes.items() if row.element and not row.scaled}
-            setup = Setup(Parallel(**sizes), page=page, kv_dtype=kinds.get(dtype, "auto"))
-            models = [model if dtype in kinds else _typed(model, dtype) for model in (config, *drafts)]
-            geometry = pools(name, models[0], models[1:], setup, facts=facts).geometry
+            kv_dtype, computed = (kinds[dtype], None) if dtype in kinds else ("auto", dtype)
+            setup = Setup(Parallel(**sizes), page=page, kv_dtype=kv_dtype, dtype=computed)
+            geometry = pools(name, config, drafts, setup, facts=facts).geometry
         else:
             geometry = lay_out([self._cache(have, page, dtype)], Parallel(**sizes), facts=facts)
         validate(geometry)
@@ -268,14 +268,6 @@ class Fleet:
             sizes = [group.rows * n * p.lane_bytes for n, p in zip(lanes, group.parts, strict=True)]
             buffers += [sum(sizes)] * len(share.layers) if joint else [n for n in sizes for _ in share.layers]
         return buffers
-
-
-def _typed(config: Mapping[str, Any], dtype: DType) -> Mapping[str, Any]:
-    """The same model in another element type, which its cache then has too."""
-    name = {DType.F32: "float32", DType.F16: "float16"}.get(dtype, "bfloat16")
-    inner = config.get("text_config")
-    nested = {"text_config": {**inner, "torch_dtype": name}} if isinstance(inner, dict) else {}
-    return {**config, "torch_dtype": name, **nested}
 
 
 def _sizes(geometry: Geometry) -> dict[str, set[int]]:

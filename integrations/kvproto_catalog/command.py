@@ -133,6 +133,10 @@ def _engine_options() -> dict[str, dict[str, Any]]:
         "--backend": {"metavar": "NAME", "help": f"attention backend of vLLM: {backends}"},
         "--layout": {"metavar": "ORDER", "help": f"order of the engine's pool ({layouts})"},
         "--state-layout": {"choices": ("SD", "DS"), "default": "SD", "help": "order of vLLM's convolution states"},
+        "--dtype": {
+            "choices": _STATE_DTYPES,
+            "help": "element type that the engine computes in, its own --dtype (default: the config's)",
+        },
         "--state-dtype": {"choices": _STATE_DTYPES, "help": "element type of recurrent states"},
         "--dp": number | {"default": 1, "help": "attention data parallel size over TP ranks (SGLang)"},
         "--sm": number | {"help": "compute capability of the GPUs; NVFP4 depends on it"},
@@ -222,7 +226,11 @@ def _configs(args: argparse.Namespace) -> list[Config]:
         targets, drafts = [*PRESETS[args.preset]], configs
     else:
         targets, drafts = configs[:1], configs[1:]
-        if args.kv_dtype is None and not any(text(targets[0]).get(name) for name in ("torch_dtype", "dtype")):
+        if (
+            args.kv_dtype is None
+            and args.dtype is None
+            and not any(text(targets[0]).get(name) for name in ("torch_dtype", "dtype"))
+        ):
             raise bad("config.torch_dtype", "a dtype, as its default depends on the engine: state --kv-dtype", "absent")
     if args.nextn:
         draft = draft_of(targets[0])
@@ -249,7 +257,8 @@ def _engine_lines(
 ) -> Iterator[str]:
     """The lines that `describe --engine` prints; raises LocalError."""
     state = DType[args.state_dtype] if args.state_dtype else None
-    own = args.kv_dtype or "auto", args.backend, args.layout, args.state_layout, args.dp, state, args.sm
+    dtype = DType[args.dtype] if args.dtype else None
+    own = args.kv_dtype or "auto", args.backend, args.layout, args.state_layout, args.dp, state, dtype, args.sm
     pooled = pools(args.engine, configs[0], configs[1:], Setup(parallel, args.page, *own), args.replica, facts)
     validate(pooled.geometry)
     if args.state_dtype and all(part.name != "ssm" for group in pooled.geometry.groups for part in group.parts):

@@ -472,7 +472,14 @@ _FIELDS: tuple[tuple[Iterable[str], str, Callable[[Any], bool]], ...] = (
     (("compress_ratios",), "a list of whole numbers", _is_list(_is_whole)),
     (("sliding_window_pattern",), "a whole number, or letters", lambda value: type(value) is str or _is_whole(value)),
     (
-        ("compress_rates", "linear_attn_config", "per_layer_config", "sparse_attention_config", "text_config"),
+        (
+            "compress_rates",
+            "linear_attn_config",
+            "per_layer_config",
+            "quantization_config",
+            "sparse_attention_config",
+            "text_config",
+        ),
         "an object",
         _is(dict),
     ),

@@ -25,6 +25,7 @@ from kvproto_catalog.config import (
     text,
 )
 from kvproto_catalog.models import (
+    ACTIVATIONS,
     Arranged,
     KvDtype,
     Make,
@@ -81,6 +82,8 @@ def pools(
     setup = Setup() if setup is None else setup
     check_type("setup", setup, Setup, "a Setup")
     setup.check()
+    if setup.dtype is not None:
+        target, *drafts = (computed_in(setup.dtype, config) for config in (target, *drafts))
     row, configs, tp = ENGINES[engine], [target, *drafts], setup.parallel.tp
     for config in map(text, configs):
         _check_known(config)
@@ -94,6 +97,7 @@ def pools(
         raise bad("state_layout", "SD, except for vllm", setup.state_layout)
     if setup.kv_dtype == "auto":
         check_stored_as_computed(target)
+        _check_dtype(engine, setup, text(target))
     kv = dtype_of(setup.kv_dtype, row.dtypes, setup)
     parallel = attrs.evolve(setup.parallel, tp=tp // setup.dp)
     backend, layout = setup.backend or next(iter(kv.backends), None), setup.layout or next(iter(kv.layouts), None)
@@ -108,9 +112,31 @@ def pools(
     for cache in arranged.caches:
         dealt = cache.dealt if cache.dealt is not None else cache.group.model == 0
         check_heads(cache, setup.parallel.tp // (setup.parallel.dcp if dealt else 1))
+    if any(cache_kind(cache) == "conv" for cache in arranged.caches):
+        _check_dtype(engine, setup, text(target))
     depth = number(text(target), "num_hidden_layers")
     geometry = lay_out(arranged.caches, setup.parallel, replica, facts, depth)
     return Pools(with_windows(geometry, configs), arranged)
+
+
+def computed_in(dtype: DType, config: Config) -> Config:
+    """A config of a checkpoint whose activations an engine computes in this dtype."""
+    name = next(name for name, known in ACTIVATIONS.items() if known == dtype)
+    stated = {"dtype": name, "torch_dtype": name}
+    inner = config.get("text_config")
+    return {**config, **stated, **({"text_config": {**inner, **stated}} if isinstance(inner, dict) else {})}
+
+
+def _check_dtype(engine: str, setup: Setup, config: Config) -> None:
+    """Raise LocalError for a checkpoint whose activations an engine computes in a dtype of its own choice."""
+    if setup.dtype is not None:
+        return
+    stated = next((name for name in ("torch_dtype", "dtype") if config.get(name)), None)
+    wanted = f"bfloat16 or float16: {engine} chooses one by the GPU or the model otherwise, state it (--dtype)"
+    if stated is None and config.get("model_type"):
+        raise bad("config.torch_dtype", wanted, "absent")
+    if stated is not None and config[stated] == "float32" and engine != "trtllm":
+        raise bad(f"config.{stated}", wanted, "float32")
 
 
 def _check_known(config: Config) -> None:

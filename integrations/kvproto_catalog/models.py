@@ -353,13 +353,17 @@ def _head_dim(config: Config) -> int:
     return size // heads
 
 
+ACTIVATIONS = {"float32": DType.F32, "float16": DType.F16, "bfloat16": DType.BF16}
+"""Element types of activations, by their names in a config.json."""
+
+
 def element_type(config: Config, path: str = "torch_dtype") -> DType:
     """The element type of activations, which conv states have too; paged caches may have another."""
     stated = [str(config[key]) for key in ("torch_dtype", "dtype") if config.get(key)]
     if len({*stated}) > 1:
         raise bad("config.torch_dtype", f"{stated[1]}, as dtype says", stated[0])
     name = stated[0] if stated else "bfloat16"
-    known = {"float32": DType.F32, "float16": DType.F16, "bfloat16": DType.BF16, "float8_e4m3fn": DType.F8E4M3}
+    known = {**ACTIVATIONS, "float8_e4m3fn": DType.F8E4M3}
     if name not in known:
         raise bad(f"config.{path}", ", ".join(known), name)
     return known[name]
@@ -408,6 +412,8 @@ class Setup:
     dp: int = 1
     """Attention data parallel over the tensor-parallel ranks (SGLang): a replica has tp / dp ranks."""
     state_dtype: DType | None = None
+    dtype: DType | None = None
+    """Element type of activations: what engines call --dtype; None for that of the config."""
     sm: int | None = None
     """Compute capability of the GPUs, such as 90, 100 or 120, if a pool depends on it."""
 
@@ -422,7 +428,10 @@ class Setup:
             check_type(name, getattr(self, name), (str, NoneType), "a name")
         if self.state_layout not in ("SD", "DS"):
             raise bad("state_layout", "SD or DS", self.state_layout)
-        check_type("state_dtype", self.state_dtype, (DType, NoneType), "a kvproto.DType")
+        for name in ("dtype", "state_dtype"):
+            check_type(name, getattr(self, name), (DType, NoneType), "a kvproto.DType")
+        if self.dtype not in (None, *ACTIVATIONS.values()):
+            raise bad("dtype", ", ".join(ACTIVATIONS), self.dtype)
 
 
 @attrs.frozen
@@ -527,9 +536,16 @@ def _state_type(config: Config) -> DType | None:
 
 def check_stored_as_computed(config: Config) -> None:
     """Raise LocalError for a checkpoint that asks for a cache of another dtype, if no dtype of pages is stated."""
-    asked = text(config).get("quantization_config") or {}
-    if name := next((n for n in ("kv_cache_scheme", "kv_cache_quant_algo") if asked.get(n)), None):
-        raise bad("kv_dtype", f"one that is stated, as {name} of quantization_config may change it", "none")
+    if name := _asked_cache(text(config).get("quantization_config")):
+        raise bad("kv_dtype", f"the name of one, not auto: {name} of quantization_config may change it", "auto")
+
+
+def _asked_cache(quantization: Any) -> str | None:
+    """The field that states a cache's dtype, of a quantization_config or of an object in it, as ModelOpt nests them."""
+    if not isinstance(quantization, Mapping):
+        return None
+    asked = next((n for n in ("kv_cache_scheme", "kv_cache_quant_algo") if quantization.get(n)), None)
+    return asked or next(filter(None, map(_asked_cache, quantization.values())), None)
 
 
 def _with_parts(

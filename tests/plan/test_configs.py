@@ -38,6 +38,7 @@ ODD: list[tuple[str, Any, str]] = [
     ("text_config", [1], "an object"),
     ("text_config", "", "an object"),
     ("linear_attn_config", 3, "an object"),
+    ("quantization_config", "fp8", "an object"),
 ]
 
 

@@ -50,7 +50,7 @@ MODELS: dict[str, list[Config]] = {
          "mamba_d_state": 4, "mamba_d_conv": 4},
     ],
     "both in a layer": [
-        {"model_type": "falcon_h1", "num_hidden_layers": 2, **HEADS, "mamba_n_heads": 8, "mamba_d_head": 8,
+        {"model_type": "falcon_h1", "torch_dtype": "bfloat16", "num_hidden_layers": 2, **HEADS, "mamba_n_heads": 8, "mamba_d_head": 8,
          "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_d_conv": 4},
     ],
     "lightning": [{"num_hidden_layers": 3, **HEADS, "attn_type_list": [0, 0, 1]}],
@@ -244,7 +244,13 @@ def test_columns_are_such_as_a_register_has(engine: str, model: str) -> None:
 
 def test_hybrids_have_block_tables_of_equally_many_layers() -> None:
     """Gemma 3 27B: 52 layers of windows are six tables beside the ten full ones."""
-    config = {**HEADS, "model_type": "gemma3_text", "num_hidden_layers": 62, "sliding_window": 1024}
+    config = {
+        **HEADS,
+        "model_type": "gemma3_text",
+        "dtype": "bfloat16",
+        "num_hidden_layers": 62,
+        "sliding_window": 1024,
+    }
     groups = pools("vllm", config).geometry.groups
     owns = {o.group: o.layers.size for o in pools("vllm", config).geometry.ranks[0].owns}
     assert [g.name for g in groups] == ["target", *(f"target window {i}" for i in range(6))]

@@ -668,13 +668,34 @@ def test_engines_do_not_copy_key_heads_of_delta_rules() -> None:
 
 
 @pytest.mark.parametrize("asked", [{"kv_cache_scheme": {"num_bits": 8}}, {"kv_cache_quant_algo": "FP8"}])
-def test_a_checkpoint_that_asks_for_another_cache_has_the_dtype_stated(asked: Mapping[str, Any]) -> None:
-    config = {**GQA, "quantization_config": asked}
-    for refused in (lambda: describe(config), lambda: pools("vllm", config)):
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_checkpoint_that_asks_for_another_cache_has_the_dtype_stated(asked: Mapping[str, Any], nested: bool) -> None:
+    """ModelOpt has it in an object of its own too."""
+    config = {**GQA, "quantization_config": {"quant_method": "modelopt", "quantization": asked} if nested else asked}
+    for refused in (lambda: describe(config), lambda: pools("vllm", config), lambda: pools("sglang", config)):
         with raises(LocalError, path="kv_dtype", match=next(iter(asked))):
             refused()
     assert describe(config, kv_dtype=DType.F8E4M3)
     assert pools("vllm", config, setup=Setup(kv_dtype="fp8"))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_chooses_a_dtype_has_it_stated(engine: str) -> None:
+    """Both run a checkpoint of float32 in 16 bits, and one that states no dtype in one that depends on the model."""
+    qwen = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 4096}
+    for stated, yours in (({"dtype": "float32"}, "float32"), ({"torch_dtype": "float32"}, "float32"), ({}, "absent")):
+        with raises(LocalError, path=f"config.{next(iter(stated), 'torch_dtype')}", yours=yours):
+            pools(engine, {**qwen, **stated})
+    assert pools(engine, {**qwen, "dtype": "float32"}, setup=Setup(kv_dtype="bfloat16"))
+    assert pools(engine, qwen, setup=Setup(dtype=DType.F32)).geometry.groups[0].parts[0].dtype == DType.F32
+    lfm2 = {
+        "model_type": "lfm2",
+        "num_hidden_layers": 2,
+        "hidden_size": 2048,
+        "layer_types": ["conv", "full_attention"],
+    }
+    with raises(LocalError, path="config.dtype", yours="float32"):  # the states of a convolution have the model's
+        pools(engine, {**lfm2, "dtype": "float32"}, setup=Setup(kv_dtype="bfloat16"))
 
 
 def test_states_have_the_dtype_that_is_stated() -> None:
