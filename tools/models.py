@@ -30,6 +30,7 @@ from kvproto.errors import KvprotoError
 from kvproto.planning.cache import BITS
 from kvproto.wire.enums import DType, ItemKind
 from kvproto_catalog.models import describe
+from tools.classes import saved
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "examples/configs"
@@ -205,7 +206,7 @@ def judged(case: tuple[str, str]) -> Verdict:
 
 
 def guessed(name: str, text: Mapping[str, Any], mine: Held) -> str | None:
-    """A field without which `describe` says something else of a type's defaults, instead of the same or nothing."""
+    """A field without which `describe` says something else than before, and than of what its class makes of it."""
     outer = dict(text)
     inner = outer.get("text_config")
     fields: set[str] = {*outer, *(inner or {})}
@@ -214,10 +215,16 @@ def guessed(name: str, text: Mapping[str, Any], mine: Held) -> str | None:
         if inner:
             left["text_config"] = {key: value for key, value in inner.items() if key != field}
         try:
-            if stated(left) != mine:
-                return field
+            if (found := stated(left)) == mine:
+                continue
         except KvprotoError:
             continue
+        try:
+            theirs = saved(name, left)
+        except Exception:  # transformers has nothing to say of it either
+            continue
+        if found != stated(theirs):
+            return field
     return None
 
 

@@ -88,6 +88,7 @@ _PER_LAYER: tuple[tuple[tuple[str, ...], tuple[object, ...] | None], ...] = (
     (("indexer_types",), ("full", "shared")),
     (("index_topk_pattern",), ("F", "S", "full", "shared")),
     (("sparse_attention_config", "sparse_attention_freq"), (0, 1)),
+    (("sparse_attention_config", "sparse_disable_index_value"), (0, 1)),
 )
 """Lists with an element for each layer, and the values that are known; None: those of the kinds of layers."""
 
@@ -272,6 +273,10 @@ def _choosing_layers(config: Config, layers: Iterable[int]) -> list[int]:
     chosen = saved if freq is None else [i for i in layers if freq[i]]
     if chosen and sparse.get("use_sparse_attention") is False:
         raise bad("config.sparse_attention_config.use_sparse_attention", "true, as layers are sparse", "false")
+    values = sparse.get("sparse_disable_index_value")
+    if values and any(not flag for i, flag in enumerate(values) if i in chosen):
+        wanted = "1 in each sparse layer, as the others keep values beside index keys: state them by kvproto.Cache"
+        raise bad("config.sparse_attention_config.sparse_disable_index_value", wanted, repr(values)[:80])
     if kinds and chosen != saved:
         raise bad("config.layer_types", "minimax_m3_sparse where sparse_attention_freq is 1", "another list")
     return chosen

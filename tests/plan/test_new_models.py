@@ -610,6 +610,13 @@ def test_a_window_to_both_sides_has_half_the_tokens(config: dict[str, Any], toke
     assert {fact.name: fact.value for fact in describe(config).facts}["window.target"] == tokens
 
 
+def test_values_beside_index_keys_of_minimax_m3_are_stated_by_hand() -> None:
+    sparse = M3["sparse_attention_config"]
+    assert describe({**M3, "sparse_attention_config": {**sparse, "sparse_disable_index_value": [0, 0, 0, 1, 1, 1]}})
+    with raises(LocalError, path="config.sparse_attention_config.sparse_disable_index_value"):
+        describe({**M3, "sparse_attention_config": {**sparse, "sparse_disable_index_value": [0, 0, 0, 1, 0, 1]}})
+
+
 def test_two_names_of_a_field_agree() -> None:
     exaone = {"model_type": "exaone", "hidden_size": 4096}
     assert describe({**exaone, "num_layers": 4}) == describe({**exaone, "num_hidden_layers": 4})
