@@ -127,6 +127,7 @@ class SinkCatalogue(Extension):
 
     def reconnected(self) -> None:
         self.head = None
+        self._session.answered(self._asked)  # it is not sent again, as the list is asked for from the beginning
         self._session.host.timers.at(0.0, self._again)
 
     def _again(self, now: float) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from kvproto.session.table import SessionState, next_session
 from kvproto.session.watching import MOST_RANKS, WatchEndpoint
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Feature, KeyForm, Tier
-from kvproto.wire.messages import Describe, Error, Goodbye, Kept, KeptPage, Register, Watch, Watched
+from kvproto.wire.messages import Describe, Error, Goodbye, Kept, KeptPage, Register, Watch, Watched, Welcome
 from tests.cases import sampled
 from tests.session.driver import World, geometry
 from tests.session.test_delivery import Heard
@@ -162,6 +163,27 @@ def test_a_session_that_goes_on_elsewhere_asks_from_the_beginning() -> None:
     world.pass_time(RESEND)
     assert [*world.has()] == sorted(ids(3))
     assert len(world.watchers[0].sessions) == 1, "the session was resumed"
+
+
+def test_a_piece_that_was_asked_for_before_is_not_asked_for_again_elsewhere() -> None:
+    """KVP-CAT-GAP: the Watch that was lost with the connection is not sent again before the one without `after`."""
+    world, said = Watching(), list[Any]()
+    world.kept(*ids(2 * MAX_TOLD))
+
+    def lose(to: str, frame: bytes) -> int:
+        said.append(decode(frame))
+        world.hear(to, frame)
+        return not (isinstance(said[-1], Watch) and said[-1].after is not None and world.broken == 0)
+
+    world.keep = lose
+    world.dial()
+    world.broken += 1
+    world.pass_time(PING_SILENCE)
+    world.pass_time(RESEND)
+    resumed = max(n for n, each in enumerate(said) if isinstance(each, Welcome))
+    assert next(each for each in said[resumed:] if isinstance(each, Watch)).after is None
+    assert len(world.watchers[0].sessions) == 1, "the session was resumed"
+    assert world.is_right()
 
 
 @pytest.mark.parametrize("seed", sampled(range(30), every=3))
