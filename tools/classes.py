@@ -87,7 +87,7 @@ def _sources(found: type) -> tuple[str, str]:
 
 
 def saved(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A config of these fields as transformers saves it, with all that its class adds; raises whatever that does."""
+    """A config of these fields as transformers saves it, with all that its class adds; raises as transformers does."""
     mapping: Any = import_module("transformers").CONFIG_MAPPING
     text: dict[str, Any] = json.loads(mapping[kind].from_dict(dict(fields)).to_json_string(use_diff=False))
     return text

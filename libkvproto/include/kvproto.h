@@ -183,7 +183,7 @@ KVP_API void kvp_set_bytes(kvp_message *message, kvp_value *map, int field, cons
 KVP_API void kvp_set_numbers(kvp_message *message, kvp_value *map, int field, const uint64_t *numbers, size_t count); /* of ARRAY, and of LIST of enums */
 KVP_API void kvp_set_numbers32(kvp_message *message, kvp_value *map, int field, const uint32_t *numbers, size_t count);
 KVP_API void kvp_set_texts(kvp_message *message, kvp_value *map, int field, const char *const *texts, const size_t *sizes, size_t count); /* of LIST of TEXT or BYTES */
-KVP_API void kvp_set_list(kvp_message *message, kvp_value *map, int field);     /* an empty one, of whatever */
+KVP_API void kvp_set_list(kvp_message *message, kvp_value *map, int field);     /* an empty list */
 KVP_API kvp_value *kvp_set_map(kvp_message *message, kvp_value *map, int field); /* a struct field, to be filled; NULL once something went wrong, which all of these take */
 KVP_API kvp_value *kvp_add_map(kvp_message *message, kvp_value *map, int field); /* one more struct of a list; it stays where it is when others are added */
 

@@ -118,7 +118,7 @@ class Held:
 
     chain: Chain
     content: int
-    """What the labels of its rows name."""
+    """The prompt that the labels of its rows name."""
     lease: PageLease | None = None
     read: StorageRead | None = None
     over: bool = False

@@ -87,7 +87,7 @@ def _said(answer: Json | Broken) -> Json:
 
 
 def equal(answers: Sequence[Json]) -> bool:
-    """Whether those that answer at all say the same."""
+    """Whether all testees that answer say the same."""
     compared = [a for a in answers if not a.get("unsupported") and a.get("error") != "LAYOUT_UNSUPPORTED"]
     return all(answer == compared[0] for answer in compared[1:])
 

@@ -41,7 +41,7 @@ class Lent:
     needed: set[int]
     """Ranks that have to report it over: all, until one says which have a route."""
     rows: int = 0
-    """Rows that stay for others when it is over; of a prompt, those that were found."""
+    """Rows that stay for others when it is over; of a prompt, the rows that were found."""
     job: Decoded | None = None
     """The record with which a moved request is decoded on if no one takes it."""
     over: set[int] = attrs.Factory(set)
@@ -354,7 +354,7 @@ class PeerProcess(DecodeProcess):
         self._end(lent, "the other engine has not taken it")
 
     def on_drop(self, rank: int, word: dict[str, Any]) -> None:
-        """The router or its client has given the request up: drop it, whatever is done with it."""
+        """The router or its client has given the request up: drop it in any state."""
         super().on_drop(rank, word)
         if (lent := self._lent.get(word["id"])) is not None:
             lent.dropped = True
